@@ -1,0 +1,172 @@
+"""What a run is: frozen dataclasses, saved as JSON, compared field by field.
+
+`RunConfig.method` is a dataclass registered by the file that owns the method (`objectives/tree.py`: process, head and
+weights); its type is the dispatch.
+"""
+from __future__ import annotations
+
+import dataclasses
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from .errors import ConfigError
+from .registry import KINDS, from_json, suggest, to_json
+
+
+def _require(holds: bool, message: str) -> None:
+    if not holds:
+        raise ConfigError(message)
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Which rows the model sees."""
+
+    length: int = 512
+    layout: Literal["document", "packed"] = "document"
+
+    def __post_init__(self) -> None:
+        _require(self.length >= 1, f"data.length must be at least 1, got {self.length}")
+
+
+@dataclass(frozen=True)
+class BackboneConfig:
+    """The transformer: how deep, how wide, and what it is told besides the node ids."""
+
+    blocks: int = 12
+    width: int = 768
+    heads: int = 12
+    conditioning: Literal["time", "level", "none"] = "time"
+    condition_width: int = 128
+
+    def __post_init__(self) -> None:
+        _require(self.blocks >= 1, f"backbone.blocks must be at least 1, got {self.blocks}")
+        _require(self.heads >= 1 and self.width % (2 * self.heads) == 0,
+                 f"backbone.width must be a multiple of 2 x heads (rotary pairs), got {self.width} and {self.heads} heads")
+        _require(self.condition_width >= 1, f"backbone.condition_width must be at least 1, got {self.condition_width}")
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """How the weights are found. The defaults are the paper's recipe."""
+
+    steps: int = 500_000
+    batch: int = 512
+    micro_batch: int | None = None
+    """Sequences that go through the network at once; None means the whole batch of a rank."""
+    lr: float = 5e-4
+    final_lr_ratio: float = 0.1
+    warmup: int = 10_000
+    betas: tuple[float, float] = (0.9, 0.99)
+    eps: float = 1e-9
+    weight_decay: float = 0.02
+    grad_clip: float | None = 1.0
+    ema: float | None = None
+    dtype: Literal["float32", "bfloat16"] = "bfloat16"
+    seed: int = 1
+    log_every: int = 10
+    valid_every: int = 2_000
+    valid_documents: int | None = 256
+    save_every: int = 1_000
+    keep: int = 2
+    """Checkpoints kept, the newest ones."""
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "log_every", "valid_every", "save_every", "keep"):
+            _require(getattr(self, name) >= 1, f"train.{name} must be at least 1, got {getattr(self, name)}")
+        _require(0 <= self.warmup <= self.steps, f"train.warmup must lie in 0..steps={self.steps}, got {self.warmup}")
+        _require(self.lr > 0, f"train.lr must be positive, got {self.lr}")
+        _require(0 <= self.final_lr_ratio <= 1, f"train.final_lr_ratio must lie in 0..1, got {self.final_lr_ratio}")
+        _require(self.grad_clip is None or self.grad_clip > 0, f"train.grad_clip must be positive or none, got {self.grad_clip}")
+        _require(self.ema is None or 0 < self.ema < 1, f"train.ema must lie between 0 and 1, got {self.ema}")
+        _require(self.micro_batch is None or (1 <= self.micro_batch <= self.batch and self.batch % self.micro_batch == 0),
+                 f"train.micro_batch must divide train.batch={self.batch}, got {self.micro_batch}")
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str
+    method: Any
+    data: DataConfig = field(default_factory=DataConfig)
+    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+
+    def to_json(self) -> dict[str, Any]:
+        return to_json(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> RunConfig:
+        return from_json(cls, data)
+
+
+def difference(old: Any, new: Any, where: str = "") -> list[str]:
+    """The fields in which two configurations (as JSON data) differ, one readable line each."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        lines = []
+        for name in dict.fromkeys([*old, *new]):
+            lines += difference(old.get(name), new.get(name), f"{where}.{name}" if where else name)
+        return lines
+    return [] if old == new else [f"{where}: {old!r} -> {new!r}"]
+
+
+def override(config: RunConfig, path: str, text: str) -> RunConfig:
+    """The configuration with one field replaced, from the command line's `--set train.lr=3e-4`.
+
+    A registered part is named by its kind (`--set method.head=tied`), then its own fields can be set.
+    """
+    return _replace(config, path.split("."), text, path)
+
+
+def _replace(value: Any, parts: list[str], text: str, path: str) -> Any:
+    if not dataclasses.is_dataclass(value):
+        raise ConfigError(f"--set {path}: {parts[0]!r} lies below a plain value")
+    names = [item.name for item in dataclasses.fields(value)]
+    if parts[0] not in names:
+        raise ConfigError(f"--set {path}: no setting {parts[0]!r}{suggest(parts[0], names)}")
+    old = getattr(value, parts[0])
+    if len(parts) > 1:
+        new = _replace(old, parts[1:], text, path)
+    elif hasattr(type(old), "kind"):
+        new = from_json(Any, {"kind": text}, f"--set {path}")
+        role = getattr(type(old), "role", None)
+        if getattr(type(new), "role", None) != role:
+            fitting = [kind for kind, cls in KINDS.items() if getattr(cls, "role", None) == role]
+            raise ConfigError(f"--set {path}: {text!r} is no {role}{suggest(text, fitting)}")
+    else:
+        new = _parse(typing.get_type_hints(type(value))[parts[0]], text, f"--set {path}")
+    return dataclasses.replace(value, **{parts[0]: new})
+
+
+def _parse(expected: Any, text: str, where: str) -> Any:
+    """A value of the annotated type from what was typed."""
+    candidates: list[Any] = []
+    lowered = text.strip().lower()
+    if lowered in ("none", "null"):
+        candidates.append(None)
+    if lowered in ("true", "false"):
+        candidates.append(lowered == "true")
+    for kind in (int, float):
+        try:
+            candidates.append(kind(text.replace("_", "")))
+        except ValueError:
+            continue
+    if "," in text:
+        candidates.append([float(item) if "." in item or "e" in item.lower() else int(item)
+                           for item in text.strip("()[] ").split(",") if _is_number(item)])
+    candidates.append(text)
+    failure = None
+    for candidate in candidates:
+        try:
+            return from_json(expected, candidate, where)
+        except ConfigError as error:
+            failure = failure or error if candidate is not text else error
+    raise failure or ConfigError(f"{where}: cannot read {text!r}")
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True
