@@ -1,0 +1,74 @@
+"""alpha(u): the probability that a position is still in the child state at local time u of its level.
+
+alpha falls from alpha(0) = 1 to alpha(1) = 0. Each schedule states 1 - alpha and -alpha' in closed form without
+cancellation, because the bound's weight is -alpha' / (1 - alpha) and 1 - alpha is small where the weight is large.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+from jaxtyping import Float
+from torch import Tensor
+import torch
+
+from ..errors import ConfigError
+from ..registry import register
+
+
+class Schedule(Protocol):
+    def moved(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """1 - alpha(u), the probability of the parent state."""
+        ...
+
+    def rate(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """-alpha'(u)."""
+        ...
+
+
+@register("linear")
+@dataclass(frozen=True)
+class Linear:
+    """alpha = 1 - u."""
+
+    role = "schedule"
+
+    def moved(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        return u
+
+    def rate(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        return torch.ones_like(u)
+
+
+@register("cosine")
+@dataclass(frozen=True)
+class Cosine:
+    """alpha = 1 - sin(pi u / 2): few positions are left unmoved for long, so early (coarse) choices get more steps."""
+
+    role = "schedule"
+
+    def moved(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        return torch.sin(u * (math.pi / 2))
+
+    def rate(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        return (math.pi / 2) * torch.sin((1 - u) * (math.pi / 2))
+
+
+@register("polynomial")
+@dataclass(frozen=True)
+class Polynomial:
+    """alpha = 1 - u^power."""
+
+    power: float = 2.0
+    role = "schedule"
+
+    def __post_init__(self) -> None:
+        if not self.power > 0:
+            raise ConfigError(f"polynomial.power must be positive, got {self.power}")
+
+    def moved(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        return u**self.power
+
+    def rate(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        return self.power * u ** (self.power - 1)
