@@ -1,0 +1,6 @@
+"""The network: a backbone that returns hidden states and a head that gives a distribution over children."""
+from .head import LevelHead, PerLevel, Shared, SharedHead, Tied, TiedHead
+from .model import Model
+from .transformer import Backbone
+
+__all__ = ["Backbone", "LevelHead", "Model", "PerLevel", "Shared", "SharedHead", "Tied", "TiedHead"]

@@ -1,0 +1,143 @@
+"""The DiT backbone: a bidirectional transformer over node ids whose blocks are modulated by time or level (adaLN).
+
+Pre-norm blocks with weight-only LayerNorm in float32, rotary attention over the full head width (base 10,000, halves
+rotated), a 4x GELU(tanh) MLP, attention without biases; modulations start at zero, so a fresh block is the identity.
+The condition is 256 sinusoids of the raw time t in [0, 1] through a small MLP (`time`), a row per level (`level`), or
+nothing (`none`: the modulations keep their biases as learned constants). `forward` returns hidden states, never logits.
+"""
+from __future__ import annotations
+
+import math
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from ..config import BackboneConfig
+
+SINUSOIDS = 256
+
+
+def round_up(count: int, multiple: int = 128) -> int:
+    """Rows of the embedding table: matrix kernels like round numbers."""
+    return -(-count // multiple) * multiple
+
+
+class Norm(nn.Module):
+    """LayerNorm with a weight and no bias, computed in float32."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x.float(), x.shape[-1:], self.weight.float())
+
+
+class TimeCondition(nn.Module):
+    """Sinusoids of raw t, then two linear maps with SiLU."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.inner = nn.Linear(SINUSOIDS, width)
+        self.outer = nn.Linear(width, width)
+
+    def forward(self, time: Tensor, level: Tensor | None) -> Tensor:
+        half = SINUSOIDS // 2
+        frequency = torch.exp(torch.arange(half, device=time.device, dtype=torch.float32) * (-math.log(1e4) / half))
+        angle = time.float()[:, None] * frequency
+        features = torch.cat([angle.cos(), angle.sin()], dim=-1)
+        return F.silu(self.outer(F.silu(self.inner(features))))
+
+
+class LevelCondition(nn.Module):
+    """One learned row per level; `none` is the same with a single row of zeros that is not learned."""
+
+    def __init__(self, levels: int, width: int):
+        super().__init__()
+        self.rows = nn.Embedding(levels, width)
+
+    def forward(self, time: Tensor, level: Tensor | None) -> Tensor:
+        assert level is not None, "a level-conditioned network needs a process that knows its level"
+        return F.silu(self.rows(level))
+
+
+class NoCondition(nn.Module):
+    def __init__(self, width: int):
+        super().__init__()
+        self.width = width
+
+    def forward(self, time: Tensor, level: Tensor | None) -> Tensor:
+        return torch.zeros(len(time), self.width, device=time.device)
+
+
+def rotary(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin (S, width) of the rotary embedding, float32."""
+    frequency = 1e4 ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
+    angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
+    angle = torch.cat([angle, angle], dim=-1)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    left, right = x.chunk(2, dim=-1)
+    return (x.float() * cos + torch.cat([-right, left], dim=-1).float() * sin).to(x.dtype)
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, heads: int, condition_width: int):
+        super().__init__()
+        self.heads = heads
+        self.attention_norm, self.mlp_norm = Norm(width), Norm(width)
+        self.qkv = nn.Linear(width, 3 * width, bias=False)
+        self.attention_out = nn.Linear(width, width, bias=False)
+        self.mlp_in, self.mlp_out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.modulation = zeroed(nn.Linear(condition_width, 6 * width))
+
+    def forward(self, x: Tensor, condition: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(condition)[:, None].chunk(6, dim=-1)
+        B, S, d = x.shape
+        h = modulate(self.attention_norm(x), shift_a, scale_a)
+        q, k, v = self.qkv(h).view(B, S, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        h = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        x = x + gate_a * self.attention_out(h.transpose(1, 2).reshape(B, S, d))
+        h = modulate(self.mlp_norm(x), shift_m, scale_m)
+        return x + gate_m * self.mlp_out(F.gelu(self.mlp_in(h), approximate="tanh"))
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale) + shift
+
+
+def zeroed(linear: nn.Linear) -> nn.Linear:
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+class Backbone(nn.Module):
+    """Node ids (B, S) and a condition -> hidden states (B, S, d)."""
+
+    def __init__(self, config: BackboneConfig, nodes: int, levels: int):
+        super().__init__()
+        d, c = config.width, config.condition_width
+        self.width, self.conditioning = d, config.conditioning
+        self.embedding = nn.Embedding(round_up(nodes), d)
+        nn.init.uniform_(self.embedding.weight, -1 / math.sqrt(d), 1 / math.sqrt(d))
+        kinds = {"time": lambda: TimeCondition(c), "level": lambda: LevelCondition(levels, c), "none": lambda: NoCondition(c)}
+        self.condition = kinds[config.conditioning]()
+        self.blocks = nn.ModuleList(Block(d, config.heads, c) for _ in range(config.blocks))
+        self.final_norm = Norm(d)
+        self.final_modulation = zeroed(nn.Linear(c, 2 * d))
+        self.head_width = d // config.heads
+
+    def forward(self, nodes: Int[Tensor, "B S"], time: Float[Tensor, "B"],
+                level: Int[Tensor, "B"] | None) -> Float[Tensor, "B S d"]:
+        condition = self.condition(time, level)
+        cos, sin = rotary(nodes.shape[1], self.head_width, nodes.device)
+        x = self.embedding(nodes)
+        for block in self.blocks:
+            x = block(x, condition, cos, sin)
+        shift, scale = self.final_modulation(condition)[:, None].chunk(2, dim=-1)
+        return modulate(self.final_norm(x), shift, scale)
