@@ -1,0 +1,276 @@
+"""The training run: open or continue the folder, do the steps, report, validate, save.
+
+Everything a step needs is a function of (configuration, step): rows, crops, noise and learning rate. So a run that was
+killed continues from its newest checkpoint, forgets the metrics lines after it, and writes the same numbers again.
+"""
+from __future__ import annotations
+
+import contextlib
+import shlex
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..assemble import assemble
+from ..config import RunConfig
+from ..data.batches import TrainRows, eval_rows
+from ..data.store import TokenStore
+from ..errors import ConfigError, RunError
+from ..evaluate.likelihood import evaluate_bound
+from ..files import file_hash
+from ..model.model import count_parameters
+from ..tree.tree import Tree
+from . import checkpoint, folder, metrics
+from .optimizer import learning_rate
+from .plan import train_flops
+from .provenance import device_name, now, provenance, versions
+from .step import Trainer, compile_backbone
+
+
+def train(config: RunConfig, *, data: Path | str, tree: Path | str, out: Path | str, device: str | None = None,
+          compile: bool | None = None, command: str | None = None,
+          progress: metrics.Progress | None = None) -> dict[str, Any]:
+    """Train a run, or continue the one in `out`; returns a summary.
+
+    `compile` None means: on a GPU yes, on a CPU no. `command` is what the user typed (kept as provenance and repeated
+    when the run is interrupted).
+    """
+    data, tree, out = Path(data), Path(tree), Path(out)
+    command = shlex.join(sys.argv) if command is None else command
+    chosen = choose_device(device)
+    progress = metrics.progress() if progress is None else progress
+    store = TokenStore(data)
+    loaded = Tree.load(tree, tokenizer_hash=store.tokenizer.hash)
+    identity = {"data_fingerprint": store.fingerprint, "tokenizer_hash": store.tokenizer.hash, "tree_hash": file_hash(tree)}
+    with folder.hold(out), contextlib.closing(progress), matmul_precision("high"):
+        old = folder.read(out)
+        if old is not None:
+            folder.compare(out, old, config.to_json(), identity)
+        assembly = assemble(config, loaded, pad_id=store.tokenizer.pad_id, counts=store.counts, device=chosen)
+        if old is None:
+            folder.create(out, config.to_json(), provenance(
+                chosen, command=command, **identity, parameters=count_parameters(assembly.model)))
+        folder.keep_copies(out, tree, identity["tree_hash"], store.tokenizer.save)
+        sitting = Sitting(config, out, store, Trainer(assembly.model, assembly.objective, config.train, chosen), progress,
+                          command)
+        sitting.resume(old)
+        if not sitting.complete:
+            compile_backbone(assembly.model, chosen, compile)
+            sitting.go()
+        return sitting.summary()
+
+
+def choose_device(name: str | None) -> torch.device:
+    """The device asked for; without a wish the GPU if there is one."""
+    try:
+        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ConfigError(f"unknown device {name!r}; use cpu, cuda or cuda:N") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device {name!r} was asked for, but torch finds no GPU; use --device cpu")
+    return device
+
+
+@contextlib.contextmanager
+def matmul_precision(name: str) -> Iterator[None]:
+    """TF32 for float32 products on a GPU ("high"), the caller's setting afterwards."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(name)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@dataclass
+class Interrupt:
+    """The first Ctrl-C or SIGTERM asks politely, the second one stops at once."""
+
+    asked: bool = False
+
+    @contextlib.contextmanager
+    def watching(self) -> Iterator[Interrupt]:
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # only the main thread may install handlers
+            return
+        before = {number: signal.signal(number, self._handle) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _handle(self, number: int, frame: Any) -> None:
+        if self.asked:
+            raise KeyboardInterrupt
+        self.asked = True
+
+
+class Stopwatch:
+    """Seconds of training: validation and saving stop it."""
+
+    def __init__(self, before: float):
+        self.before, self.since = before, time.perf_counter()
+
+    def seconds(self) -> float:
+        return self.before + time.perf_counter() - self.since
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self.before = self.seconds()
+        try:
+            yield
+        finally:
+            self.since = time.perf_counter()
+
+
+class Sitting:
+    """One sitting of a run, with the folder's lock held."""
+
+    def __init__(self, config: RunConfig, out: Path, store: TokenStore, trainer: Trainer, progress: metrics.Progress,
+                 command: str):
+        self.config, self.out, self.store, self.trainer = config, out, store, trainer
+        self.progress, self.command = progress, command
+        self.device, self.chip = trainer.device, device_name(trainer.device)
+        self.watch = Stopwatch(0.0)
+        self.saved = -1
+        """The step of the newest checkpoint."""
+        self.last: dict[str, dict[str, Any]] = {}
+        """The newest record of each kind."""
+
+    @property
+    def complete(self) -> bool:
+        return self.trainer.done >= self.config.train.steps
+
+    def resume(self, old: dict[str, Any] | None) -> None:
+        """Continue from the newest intact checkpoint; without one from the start."""
+        path = self.out / folder.METRICS
+        found = checkpoint.newest(self.out, self.progress.note)
+        if found is not None:
+            self.trainer.restore(found)
+            self.watch, self.saved = Stopwatch(float(found.state["seconds"])), found.step
+            for damaged in checkpoint.checkpoints(self.out, after=found.step):
+                checkpoint.set_aside(damaged)
+        checkpoint.clean(self.out)
+        metrics.truncate(path, self.trainer.done)
+        self.last = {record["kind"]: record for record in metrics.read_metrics(path)}
+        if old is None:
+            return
+        if self.complete:
+            self.progress.note(f"{self.out} is complete ({self.trainer.done} steps); choose another --out to train again")
+            return
+        self.progress.note(f"continuing {self.out} at step {self.trainer.done}/{self.config.train.steps}")
+        folder.note_continuation(self.out, old, self.config.to_json(), {
+            "step": self.trainer.done, "started": now(), "command": self.command, "versions": versions(),
+            "device": self.chip})
+
+    def go(self) -> None:
+        """All remaining steps."""
+        settings, trainer = self.config.train, self.trainer
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        peak = metrics.peak_flops(self.chip)
+        self.cost = train_flops(trainer.model, self.config)["train"] / peak if peak else None
+        rows = TrainRows(self.store, length=self.config.data.length, layout=self.config.data.layout,
+                         batch=settings.batch, seed=settings.seed)
+        self.file = metrics.MetricsFile(self.out / folder.METRICS)
+        with contextlib.closing(self.file), Interrupt().watching() as interrupt:
+            self.watch = Stopwatch(self.watch.before)
+            self.logged = (trainer.done, self.watch.seconds())
+            while not self.complete:
+                with explained(settings.micro_batch or settings.batch):
+                    trainer.update(rows.batch(trainer.done, micro=micro, micros=trainer.micros)
+                                   for micro in range(trainer.micros))
+                self.after_step(interrupt.asked)
+                if interrupt.asked and not self.complete:
+                    self.progress.note(f"stopped at step {trainer.done}; everything is saved, continue with: {self.command}")
+                    raise KeyboardInterrupt
+
+    def after_step(self, leaving: bool) -> None:
+        """Log, validate and save when this step is due. What a checkpoint refers to is written before it."""
+        settings, done = self.config.train, self.trainer.done
+
+        def due(every: int) -> bool:
+            return done % every == 0 or self.complete
+
+        if due(settings.log_every) or done == 1:
+            self.log()
+        if due(settings.valid_every):
+            with self.watch.paused():
+                self.validate()
+        if due(settings.save_every) or leaving:
+            with self.watch.paused():
+                self.save()
+
+    def log(self) -> None:
+        """One line of the loss curve: means over the steps since the last one."""
+        settings, done, sums = self.config.train, self.trainer.done, self.trainer.read()
+        seconds, positions = self.watch.seconds(), settings.batch * self.config.data.length
+        steps, elapsed = done - self.logged[0], seconds - self.logged[1]
+        self.logged = (done, seconds)
+        rate = steps * positions / max(elapsed, 1e-9)
+        self.record({
+            "kind": "train", "step": done, "loss": sums.loss, "bound": metrics.number(sums.bound),
+            "levels": [metrics.number(level) for level in sums.levels], "lr": learning_rate(done - 1, settings),
+            "grad_norm": sums.grad_norm, "tokens": done * positions, "seconds": round(seconds, 3),
+            "tokens_per_second": round(rate, 1), "memory": metrics.memory(self.device)})
+        text = metrics.line(self.last["train"], settings.steps, remaining=(settings.steps - done) * positions / rate,
+                            utilisation=None if self.cost is None else rate * self.cost)
+        self.progress.update(text, done, settings.steps)
+
+    def validate(self) -> None:
+        """The bound of the validation split with the same rows and the same noise every time."""
+        settings, data = self.config.train, self.config.data
+        rows = eval_rows(self.store, length=data.length, layout=data.layout, split="valid",
+                         documents=settings.valid_documents)
+        if not len(rows):
+            return
+        self.trainer.check()
+        averaged = self.trainer.average.applied() if self.trainer.average else contextlib.nullcontext()
+        with averaged:
+            bound = evaluate_bound(self.trainer.model, self.trainer.objective, rows, seed=settings.seed,
+                                   batch=settings.micro_batch or settings.batch, dtype=settings.dtype)
+        self.record({"kind": "valid", "step": self.trainer.done, "bound": metrics.number(bound.nats),
+                     "error": metrics.number(bound.error), "levels": [metrics.number(level) for level in bound.levels],
+                     "tokens": int(bound.tokens)})
+        self.progress.note(f"step {self.trainer.done}  validation bound {bound.nats:.3f} +- {bound.error:.3f} nats/token "
+                           f"({metrics.levels_text(self.last['valid']['levels'])})")
+
+    def record(self, record: dict[str, Any]) -> None:
+        self.file.write(record)
+        self.last[record["kind"]] = record
+
+    def save(self) -> None:
+        if self.trainer.done <= self.saved:
+            return
+        self.trainer.check()
+        self.file.sync()
+        checkpoint.save(self.out, self.trainer.done, self.trainer.tensors(), keep=self.config.train.keep,
+                        state={**self.trainer.state(), "seconds": self.watch.before})
+        self.saved = self.trainer.done
+
+    def summary(self) -> dict[str, Any]:
+        newest = checkpoint.latest(self.out)
+        return {"run": str(self.out), "name": self.config.name, "steps": self.trainer.done,
+                "tokens": self.trainer.done * self.config.train.batch * self.config.data.length,
+                "train": self.last.get("train"), "valid": self.last.get("valid"), "seconds": round(self.watch.before, 3),
+                "parameters": count_parameters(self.trainer.model), "device": self.chip,
+                "checkpoint": None if newest is None else str(newest)}
+
+
+@contextlib.contextmanager
+def explained(micro: int) -> Iterator[None]:
+    """A full GPU is the user's to mend."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        hint = f"--set train.micro_batch={micro // 2}" if micro > 1 else "a smaller model or --set data.length"
+        raise RunError(f"the device's memory is full with {micro} sequences at once; continue with {hint} "
+                       "(the same results, in more passes)") from None

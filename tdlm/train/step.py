@@ -1,0 +1,141 @@
+"""One update of the weights, and the running sums a progress line needs.
+
+Nothing here waits for the device: losses, norms and the flag for numbers that are not finite stay there until
+`Trainer.read` asks for them all at once.
+"""
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..config import TrainConfig
+from ..errors import RunError
+from ..model.model import Model, autocast
+from ..objectives.base import Objective
+from ..rng import Draws
+from .checkpoint import Checkpoint, fill, model_tensors
+from .optimizer import (
+    MovingAverage,
+    clip_gradients,
+    learning_rate,
+    make_optimizer,
+    optimizer_tensors,
+    restore_optimizer,
+    set_learning_rate,
+)
+
+_HEAD = 5  # steps, loss, gradient norm, bound, tokens; then the levels
+
+
+@dataclass(frozen=True)
+class Sums:
+    """Means over the updates since the last reading."""
+
+    updates: int
+    loss: float
+    grad_norm: float
+    bound: float
+    tokens: int
+    levels: list[float]
+
+
+class Trainer:
+    """Model, optimizer and averaged weights, moved forward one update at a time."""
+
+    def __init__(self, model: Model, objective: Objective, config: TrainConfig, device: torch.device):
+        self.model, self.objective, self.config, self.device = model, objective, config, device
+        self.optimizer = make_optimizer(model, config)
+        self.average = None if config.ema is None else MovingAverage(model, config.ema)
+        self.done = 0
+        """Updates made so far."""
+        self.sums = torch.zeros(_HEAD + int(objective.levels), dtype=torch.float64, device=device)
+        self.bad = torch.full((), -1.0, dtype=torch.float64, device=device)
+
+    @property
+    def micros(self) -> int:
+        return self.config.batch // (self.config.micro_batch or self.config.batch)
+
+    def update(self, batches: Iterable[Any]) -> None:
+        """One update from the step's micro-batches; each row's noise depends on its number in the step alone."""
+        step = self.done
+        set_learning_rate(self.optimizer, learning_rate(step, self.config))
+        finite = torch.ones((), dtype=torch.bool, device=self.device)
+        for batch in batches:
+            tokens = batch.tokens.to(self.device, non_blocking=True)
+            rows = batch.rows.to(self.device, non_blocking=True)
+            draws = Draws(self.config.seed, step, "train", rows, total=self.config.batch)
+            with autocast(self.device, self.config.dtype):
+                loss = self.objective.loss(self.model, tokens, draws=draws)
+            share = len(rows) / self.config.batch
+            (loss.train * share).backward()
+            finite &= torch.isfinite(loss.train.detach())
+            self._add(loss, share)
+        norm = clip_gradients(self.model, self.config.grad_clip)
+        finite &= torch.isfinite(norm)
+        self.sums[0] += 1
+        self.sums[2] += norm
+        self.bad = torch.where(finite | (self.bad >= 0), self.bad, float(step + 1))
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.done = step + 1
+        if self.average is not None:
+            self.average.update(self.done)
+
+    @torch.no_grad()
+    def _add(self, loss: Any, share: float) -> None:
+        self.sums[1] += loss.train.detach().double() * share
+        self.sums[3] += loss.bound.detach().double().sum()
+        self.sums[4] += loss.parts["tokens"].double().sum()
+        self.sums[_HEAD:] += loss.parts["levels"].detach().double().sum(0)
+
+    def check(self) -> None:
+        """Stop before anything bad is written. Waits for the device."""
+        if (bad := int(self.bad)) >= 0:
+            raise RunError(f"step {bad}: the loss or the gradient is not finite; nothing after the last checkpoint was "
+                           "saved. Train into a new folder with a lower --set train.lr, or with --set train.dtype=float32")
+
+    def read(self) -> Sums:
+        """The means since the last reading, which starts anew. Waits for the device once."""
+        updates, loss, norm, bound, tokens, *levels = self.sums.tolist()
+        self.sums.zero_()
+        self.check()
+        return Sums(int(updates), loss / updates, norm / updates, bound / tokens if tokens else math.nan, int(tokens),
+                    [level / tokens if tokens else math.nan for level in levels])
+
+    def tensors(self) -> dict[str, dict[str, Tensor]]:
+        """What a checkpoint must hold for a bit-identical continuation."""
+        parts = {"model": model_tensors(self.model), "optimizer": optimizer_tensors(self.optimizer, self.model)}
+        return parts if self.average is None else {**parts, "ema": self.average.weights}
+
+    def state(self) -> dict[str, Any]:
+        """The numbers beside the tensors; a checkpoint may fall between two progress lines."""
+        return {"sums": self.sums.tolist()}
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        fill(self.model, checkpoint.tensors("model"), checkpoint.path)
+        restore_optimizer(self.optimizer, self.model, checkpoint.tensors("optimizer"))
+        if self.average is not None:
+            self.average.restore(checkpoint.tensors("ema"))
+        self.sums.copy_(torch.tensor(checkpoint.state["sums"], dtype=torch.float64))
+        self.done = checkpoint.step
+
+
+def compile_backbone(model: Model, device: torch.device, wanted: bool | None,
+                     available: Callable[[], bool] | None = None) -> bool:
+    """Compile the backbone in place when asked, or when nobody asked and the device is a GPU with a compiler."""
+    if wanted is None:
+        wanted = device.type == "cuda" and (available or _triton)()
+    if wanted:
+        model.backbone.compile(dynamic=False)
+    return bool(wanted)
+
+
+def _triton() -> bool:
+    import importlib.util
+
+    return importlib.util.find_spec("triton") is not None

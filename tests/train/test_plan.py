@@ -1,0 +1,108 @@
+"""What a run will cost: counted on the real modules, checked against independent counters."""
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from tdlm.assemble import assemble
+from tdlm.config import BackboneConfig, DataConfig, RunConfig, TrainConfig
+from tdlm.errors import ConfigError
+from tdlm.objectives.tree import TreeMethod
+from tdlm.rng import Draws
+from tdlm.train.plan import complete_tree, matrix_weights, meta_model, plan, predicted_memory, train_flops
+
+SMALL = RunConfig("small", TreeMethod(), backbone=BackboneConfig(blocks=17, width=768, heads=12))
+BASE = RunConfig("base", TreeMethod(), backbone=BackboneConfig(blocks=27, width=1024, heads=16))
+TINY = RunConfig("tiny", TreeMethod(), data=DataConfig(length=32), backbone=BackboneConfig(2, 64, 4, condition_width=16),
+                 train=TrainConfig(steps=10, warmup=0, batch=4, dtype="float32"))
+
+
+def test_small_has_the_papers_parameters() -> None:
+    result = plan(SMALL)
+    assert result["parameters"]["blocks"] == 130_520_832
+    assert result["parameters"]["elsewhere"] == 39_668_736
+    assert result["parameters"]["total"] == 170_189_568
+    assert result["tree"]["nodes"] == 50_771 and result["tree"]["embedding_rows"] == 50_816
+    assert result["tree"]["height"] == 2 and result["tree"]["internal_nodes"] == 513
+    assert result["logits"]["dense"] / result["logits"]["tree"] == result["logits"]["ratio"] == 50_258 / 512
+    json.dumps(result, allow_nan=False)
+
+
+def test_base_has_the_papers_parameters() -> None:
+    counts = plan(BASE)["parameters"]
+    assert (counts["blocks"], counts["elsewhere"], counts["total"]) == (361_331_712, 52_875_008, 414_206_720)
+
+
+@pytest.mark.parametrize(("vocabulary", "branching", "height", "internal"), [
+    (8, 2, 3, 7), (9, 3, 2, 4), (10, 3, 3, 1 + 3 + 9), (5, 8, 1, 1), (50_258, 37, 3, 1 + 37 + 37**2)])
+def test_complete_trees_have_the_sizes_one_expects(vocabulary: int, branching: int, height: int, internal: int) -> None:
+    tree = complete_tree(vocabulary, branching).check()
+    assert tree.size == vocabulary and tree.height == height and tree.branching == branching
+    assert tree.nodes - tree.size <= internal and (vocabulary == 10 or tree.nodes - tree.size == internal)
+
+
+def test_a_tree_of_one_token_is_refused() -> None:
+    with pytest.raises(ConfigError, match="at least 2"):
+        complete_tree(1, 4)
+
+
+def test_flops_agree_with_torchs_own_counter() -> None:
+    tree = complete_tree(64, 8)
+    model = assemble(TINY, tree, pad_id=None).model
+    flops = train_flops(model, TINY)
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the counter knows plain products only
+        hidden = model.hidden(torch.zeros(4, 32, dtype=torch.int64), torch.zeros(4), None)
+        model.head.log_probs(hidden.reshape(-1, 64), torch.full((128,), tree.root))
+    once_a_sequence = counter.get_flop_counts()["Global"]
+    conditioning = 2 * 4 * (256 * 16 + 16 * 16 + 2 * 16 * 6 * 64 + 16 * 2 * 64)
+    assert sum(once_a_sequence.values()) == 128 * flops["forward"] + conditioning
+    assert flops["train"] == 3 * flops["forward"] and flops["matrices"] == 2 * matrix_weights(model)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_predicted_activations_are_what_autograd_keeps(dtype: str) -> None:
+    """Fake tensors say what a real forward pass keeps."""
+    config = replace(TINY, train=replace(TINY.train, dtype=dtype))
+    model = assemble(config, complete_tree(64, 8), pad_id=None).model
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in own:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t), \
+            torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
+        hidden = model.hidden(torch.zeros(4, 32, dtype=torch.int64), torch.zeros(4), None)
+    real = sum(t.untyped_storage().nbytes() for t in kept.values()) + hidden.untyped_storage().nbytes()
+    memory = predicted_memory(config, meta_model(config, complete_tree(64, 8)), 4)
+    assert memory["activations"] + memory["weight_casts"] == pytest.approx(real, rel=0.05)
+
+
+def test_memory_is_linear_and_the_parts_add_up() -> None:
+    model = meta_model(TINY, complete_tree(64, 8))
+    two, four = predicted_memory(TINY, model, 2), predicted_memory(TINY, model, 4)
+    assert four["total"] - two["total"] == 2 * two["per_sequence"]
+    total = sum(p.numel() for p in model.parameters())
+    assert two["weights"] == 4 * total and two["optimizer"] == 8 * total and two["average"] == 0
+    with_average = predicted_memory(replace(TINY, train=replace(TINY.train, ema=0.99)), model, 2)
+    assert with_average["total"] - two["total"] == 4 * total
+
+
+def test_a_given_tree_is_used() -> None:
+    result = plan(TINY, tree=complete_tree(100, 10))
+    assert result["tree"] == {"source": "file", "tokens": 100, "branching": 10, "height": 2, "internal_nodes": 11,
+                              "nodes": 111, "embedding_rows": 128}
+
+
+def test_nothing_random_is_touched() -> None:
+    before = torch.random.get_rng_state()
+    plan(TINY, vocabulary=100, branching=10)
+    assert torch.equal(before, torch.random.get_rng_state())
+    assert Draws(1, 0, "train", torch.arange(2)).uniform("x", 1).device.type == "cpu"
