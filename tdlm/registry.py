@@ -10,7 +10,8 @@ import dataclasses
 import difflib
 import types
 import typing
-from typing import Any, Callable, TypeVar
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
 
 from .errors import ConfigError
 
@@ -32,7 +33,7 @@ def register(kind: str) -> Callable[[Class], Class]:
     return add
 
 
-def suggest(word: str, known: typing.Iterable[str]) -> str:
+def suggest(word: str, known: Iterable[str]) -> str:
     """`; did you mean 'x'?` for a near miss, otherwise the list of what is known."""
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.5)

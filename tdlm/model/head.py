@@ -12,7 +12,7 @@ Children fill slots 0..n-1, so the mask is `arange(K) < num_children[parent]`; n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -24,6 +24,7 @@ from ..tree.tree import Tree
 from .transformer import zeroed
 
 
+@runtime_checkable
 class Head(Protocol):
     def nll(self, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], slot: Int[Tensor, "M"]) -> Float[Tensor, "M"]:
         """-log p(slot | hidden, parent), float32."""

@@ -1,6 +1,8 @@
 """Backbone and head as one module, and the parameters counted by part."""
 from __future__ import annotations
 
+from typing import Protocol, runtime_checkable
+
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
@@ -9,20 +11,24 @@ from .head import Head
 from .transformer import Backbone
 
 
+@runtime_checkable
+class Network(Protocol):
+    """What objectives and samplers ask of a network (the proofs put tables in its place)."""
+
+    told_time: bool
+    """Whether the answer depends on t besides the noisy sequence."""
+    head: Head
+
+    def hidden(self, nodes: Int[Tensor, "B S"], time: Float[Tensor, "B"],
+               level: Int[Tensor, "B"] | None) -> Float[Tensor, "B S d"]:
+        ...
+
+
 class Model(nn.Module):
     def __init__(self, backbone: Backbone, head: nn.Module):
         super().__init__()
-        self.backbone = backbone
-        self._head = head
-
-    @property
-    def head(self) -> Head:
-        return self._head  # pyright: ignore[reportReturnType]
-
-    @property
-    def told_time(self) -> bool:
-        """Whether the network's answer depends on t besides the noisy sequence."""
-        return self.backbone.conditioning == "time"
+        self.backbone, self.head = backbone, head
+        self.told_time = backbone.conditioning == "time"
 
     def hidden(self, nodes: Int[Tensor, "B S"], time: Float[Tensor, "B"],
                level: Int[Tensor, "B"] | None) -> Float[Tensor, "B S d"]:
@@ -37,7 +43,7 @@ def count_parameters(model: Model) -> dict[str, int]:
     backbone = model.backbone
     parts = {"blocks": count(backbone.blocks), "embedding": count(backbone.embedding),
              "conditioning": count(backbone.condition), "final": count(backbone.final_norm, backbone.final_modulation),
-             "head": count(model._head)}
+             "head": count(model.head)}
     total = sum(parts.values())
     return {**parts, "elsewhere": total - parts["blocks"], "total": total}
 

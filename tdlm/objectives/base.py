@@ -2,11 +2,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from ..model.model import Model
+from ..model.model import Network
 from ..rng import Draws
 
 
@@ -22,6 +22,7 @@ class Loss:
     """`levels` (B, H): the bound by level; `tokens` (B,): how many real tokens it is about."""
 
 
+@runtime_checkable
 class Objective(Protocol):
     num_states: int
     """Rows of the input embedding."""
@@ -30,9 +31,9 @@ class Objective(Protocol):
     causal: bool
     """Which attention the network must use."""
 
-    def loss(self, model: Model, tokens: Tensor, *, draws: Draws) -> Loss:
+    def loss(self, model: Network, tokens: Tensor, *, draws: Draws) -> Loss:
         ...
 
-    def sample(self, model: Model, shape: tuple[int, int], *, steps: int, draws: Draws, prefix: Tensor | None = None,
+    def sample(self, model: Network, shape: tuple[int, int], *, steps: int, draws: Draws, prefix: Tensor | None = None,
                **options: Any) -> Any:
         ...

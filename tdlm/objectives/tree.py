@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..model.head import Shared
-from ..model.model import Model
+from ..model.model import Network
 from ..process import Cascade, Moment, corrupt
 from ..registry import register
 from ..rng import Draws
@@ -94,12 +94,12 @@ class TreeObjective:
     def is_pad(self, tokens: Tensor) -> Tensor:
         return tokens == self.pad_id if self.pad_id is not None else torch.zeros_like(tokens, dtype=torch.bool)
 
-    def loss(self, model: Model, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
+    def loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
         moment = self.process.moment(draws.strata("time"), self.tree.height, self.method.clip)
         heights = corrupt(moment, draws.uniform("state", tokens.shape[1]))
         return self.score(model, tokens, heights, moment)
 
-    def score(self, model: Model, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment) -> Loss:
+    def score(self, model: Network, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment) -> Loss:
         """The loss of given states: everything of `loss` but the drawing."""
         pad = self.is_pad(tokens)
         if self.pad == "given-length":
@@ -113,7 +113,7 @@ class TreeObjective:
         train = (nll * weight.to(nll.dtype)).sum() / tokens.numel()
         return Loss(train, bound.sum(1), {"levels": bound, "tokens": (~pad).sum(1)})
 
-    def _cross_entropies(self, model: Model, tokens: Tensor, heights: Tensor,
+    def _cross_entropies(self, model: Network, tokens: Tensor, heights: Tensor,
                          moment: Moment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Row, column, level and cross-entropy of every active position.
 
@@ -128,7 +128,7 @@ class TreeObjective:
         slot = self.tree.slot[level, tokens[row, column]]
         return row, column, level, model.head.nll(hidden[row, column], nodes[row, column], slot)
 
-    def exact_count_loss(self, model: Model, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
+    def exact_count_loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
         """The low-variance estimate of the same bound: one uniform *count* of masked positions per level.
 
         Cascade only, and only for a network that is not told t; any alpha. For each level, with n active-eligible
@@ -164,7 +164,7 @@ class TreeObjective:
         levels = torch.stack(bounds, 1)
         return Loss(levels.sum() / tokens.numel(), levels.sum(1), {"levels": levels, "tokens": (~pad).sum(1)})
 
-    def sample(self, model: Model, shape: tuple[int, int], *, steps: int, draws: Draws, prefix: Tensor | None = None,
+    def sample(self, model: Network, shape: tuple[int, int], *, steps: int, draws: Draws, prefix: Tensor | None = None,
                **options: Any) -> Any:
         from ..sample.generate import generate  # `sample` stands before `objectives` in the flow; it needs no method
         return generate(model, self.process, self.tree, shape, steps=steps, draws=draws, prefix=prefix, **options)

@@ -11,7 +11,7 @@ the density of t. Heights of positions are independent given t, and one t serves
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -26,13 +26,14 @@ class Moment:
     """t in [0, 1]: what a time-conditioned network is told."""
     level: Int[Tensor, "B"] | None
     """The level a sequence is in; None where positions of several levels stand side by side."""
-    occupancy: Float[Tensor, "B H+1"]
+    occupancy: Float[Tensor, "B heights"]
     weight: Float[Tensor, "B H"]
     """lambda_l w_l / w_{l+1} over the density of the draw: the bound's weight of a position active at height l+1."""
     train_weight: Float[Tensor, "B H"]
     """The same with clipping: only for the gradient."""
 
 
+@runtime_checkable
 class Process(Protocol):
     """One member of the family. Times t run from 0 (data) to 1 (all root); H is passed in, so a process is a value."""
 
@@ -44,11 +45,11 @@ class Process(Protocol):
         """Turn uniforms into times: u stratified over a batch gives stratified times."""
         ...
 
-    def occupancy(self, t: Float[Tensor, "*batch"], height: int) -> Float[Tensor, "*batch H+1"]:
+    def occupancy(self, t: Float[Tensor, "*batch"], height: int) -> Float[Tensor, "*batch heights"]:
         """w_0(t) .. w_H(t)."""
         ...
 
-    def reverse(self, later: float, earlier: float, height: int) -> Float[Tensor, "H+1 H+1"]:
+    def reverse(self, later: float, earlier: float, height: int) -> Float[Tensor, "heights heights"]:
         """P(height at `earlier` = column | height at `later` = row), within one segment."""
         ...
 
@@ -69,7 +70,7 @@ class Process(Protocol):
         ...
 
 
-def draw_heights(probabilities: Float[Tensor, "B H+1"], uniform: Float[Tensor, "B S"]) -> Int[Tensor, "B S"]:
+def draw_heights(probabilities: Float[Tensor, "B heights"], uniform: Float[Tensor, "B S"]) -> Int[Tensor, "B S"]:
     """Heights by inversion of the cumulative distribution of each row; the last non-zero height takes the rounding."""
     cumulative = probabilities.cumsum(-1)
     last = (probabilities.shape[-1] - 1) - probabilities.flip(-1).gt(0).to(torch.int8).argmax(-1, keepdim=True)

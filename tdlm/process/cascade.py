@@ -68,7 +68,7 @@ class Cascade:
         occupancy.scatter_(-1, level[..., None], (1 - moved)[..., None])
         return occupancy.scatter_(-1, level[..., None] + 1, moved[..., None])
 
-    def occupancy(self, t: Float[Tensor, "*batch"], height: int) -> Float[Tensor, "*batch H+1"]:
+    def occupancy(self, t: Float[Tensor, "*batch"], height: int) -> Float[Tensor, "*batch heights"]:
         edges = torch.tensor(self.edges(height), dtype=torch.float64, device=t.device)
         level = torch.searchsorted(edges[1:-1], t.contiguous(), right=True)
         local = ((t - edges[level]) / (edges[level + 1] - edges[level])).clamp(0, 1)
@@ -80,7 +80,7 @@ class Cascade:
     def clamp_height(self, later: float, height: int) -> int:
         return self.level_at(later, height)
 
-    def reverse(self, later: float, earlier: float, height: int) -> Float[Tensor, "H+1 H+1"]:
+    def reverse(self, later: float, earlier: float, height: int) -> Float[Tensor, "heights heights"]:
         """From the parent state of the level to the child state with (alpha_s - alpha_t) / (1 - alpha_t).
 
         Written with 1 - alpha: 1 - moved_s / moved_t. A segment that ends at its level's threshold moves everything.

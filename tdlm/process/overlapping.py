@@ -77,7 +77,7 @@ class Overlapping:
     def _in_s(s: Tensor, height: int) -> Tensor:
         return torch.stack([_density(level, s) for level in range(height)] + [_tail(height, s)], dim=-1)
 
-    def occupancy(self, t: Float[Tensor, "*batch"], height: int) -> Float[Tensor, "*batch H+1"]:
+    def occupancy(self, t: Float[Tensor, "*batch"], height: int) -> Float[Tensor, "*batch heights"]:
         return self._in_s(-torch.log1p(-t), height)
 
     def level_at(self, later: float, height: int) -> int:
@@ -93,7 +93,7 @@ class Overlapping:
         count = sum(steps)
         return [1 - step / count for step in range(count)] + [0.0]
 
-    def reverse(self, later: float, earlier: float, height: int) -> Float[Tensor, "H+1 H+1"]:
+    def reverse(self, later: float, earlier: float, height: int) -> Float[Tensor, "heights heights"]:
         a, b = -torch.log1p(-torch.tensor([earlier, later], dtype=torch.float64))
         matrix = torch.zeros(height + 1, height + 1, dtype=torch.float64)
         stay = torch.zeros((), dtype=torch.float64) if torch.isinf(b) else a / b

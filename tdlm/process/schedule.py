@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from jaxtyping import Float
 from torch import Tensor
@@ -17,6 +17,7 @@ from ..errors import ConfigError
 from ..registry import register
 
 
+@runtime_checkable
 class Schedule(Protocol):
     def moved(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         """1 - alpha(u), the probability of the parent state."""
