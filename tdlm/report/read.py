@@ -1,0 +1,145 @@
+"""A run folder as plain data for the page: what is there, what is missing, and what every number was made from.
+
+Nothing here is required: a run that was stopped before its first validation is shown too, with the command that makes
+what is missing. Only a file that is there and cannot be read is an error.
+"""
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import RunError
+from ..files import file_hash
+
+FILES = ("config.json", "metrics.jsonl", "eval.json", "samples.json", "trace.json", "tree.safetensors", "tree.svg")
+NGRAMS = ("unigram", "bigram", "trigram")
+
+
+@dataclass(frozen=True)
+class Run:
+    """What the files of one run folder say."""
+
+    name: str
+    folder: str
+    config: dict[str, Any]
+    provenance: dict[str, Any]
+    train: list[dict[str, Any]]
+    valid: list[dict[str, Any]]
+    eval: dict[str, Any] | None
+    samples: list[dict[str, Any]]
+    traces: list[dict[str, Any]]
+    tree_svg: str | None
+    tree_file: Path | None
+    files: list[tuple[str, int, str]]
+
+    @property
+    def headline(self) -> dict[str, Any] | None:
+        """eval.json, or the last validation during training where the run was not evaluated yet."""
+        if self.eval is not None and number(self.eval.get("bound")) is not None:
+            return self.eval
+        return next((point for point in reversed(self.valid) if number(point.get("bound")) is not None), None)
+
+    @property
+    def ngrams(self) -> dict[str, float]:
+        found = mapping((self.eval or {}).get("ngrams"))
+        return {name: value for name in NGRAMS if (value := number(found.get(name))) is not None}
+
+    def setting(self, *path: str) -> Any:
+        """A value of the nested configuration, None where it is not there."""
+        value: Any = self.config
+        for name in path:
+            value = mapping(value).get(name)
+        return value
+
+
+def number(value: Any) -> float | None:
+    """A finite number, or None for everything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        return None
+    return float(value)
+
+
+def numbers(value: Any) -> list[float]:
+    """A list of finite numbers; anything else is an empty list."""
+    found = [number(item) for item in value] if isinstance(value, list) else []
+    return [] if None in found else [item for item in found if item is not None]
+
+
+def mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def dicts(value: Any) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []
+
+
+def read_run(folder: Path) -> Run:
+    """Everything the page shows of one run."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise RunError(f"no run folder {folder}; give the folder that `tdlm train ... --out RUN` wrote")
+    present = [name for name in FILES if (folder / name).is_file()]
+    if not {"config.json", "metrics.jsonl", "eval.json"} & set(present):
+        raise RunError(f"{folder} holds neither config.json nor metrics.jsonl nor eval.json, so it is no run folder; "
+                       "give the folder that `tdlm train ... --out RUN` wrote")
+    held = {name: _json(folder / name) for name in present if name.endswith(".json")}
+    config = mapping(held.get("config.json"))
+    train, valid = _metrics(folder / "metrics.jsonl") if "metrics.jsonl" in present else ([], [])
+    return Run(
+        name=folder.resolve().name or str(folder), folder=str(folder),
+        config=mapping(config.get("config", config)), provenance=mapping(config.get("provenance")),
+        train=train, valid=valid, eval=held.get("eval.json") if isinstance(held.get("eval.json"), dict) else None,
+        samples=_groups(held.get("samples.json"), "groups", "samples"),
+        traces=_groups(held.get("trace.json"), "traces", "frames"),
+        tree_svg=_text(folder / "tree.svg") if "tree.svg" in present else None,
+        tree_file=folder / "tree.safetensors" if "tree.safetensors" in present else None,
+        files=[(name, (folder / name).stat().st_size, file_hash(folder / name)) for name in present],
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"{path} cannot be read ({error}); make it again") from None
+
+
+def _json(path: Path) -> Any:
+    try:
+        return json.loads(_text(path))
+    except ValueError as error:
+        raise RunError(f"{path} is not valid JSON ({error}); make it again or delete it") from None
+
+
+def _groups(value: Any, many: str, one: str) -> list[dict[str, Any]]:
+    """A file holds either a list of groups under `many`, or a single group with `one` in it."""
+    if isinstance(value, list):
+        return dicts(value)
+    value = mapping(value)
+    return dicts(value[many]) if many in value else [value] if one in value else []
+
+
+def _metrics(path: Path) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Training and validation points, one per step: where a run was continued, the later line holds.
+
+    A line without its end is what a kill leaves behind, and is passed over; a broken line elsewhere is damage.
+    """
+    points: dict[str, dict[float, dict[str, Any]]] = {"train": {}, "valid": {}}
+    text = _text(path)
+    lines = text.split("\n")
+    for place, line in enumerate(lines):
+        if not line.strip():
+            continue
+        try:
+            point = mapping(json.loads(line))
+        except ValueError as error:
+            if place == len(lines) - 1:
+                continue
+            raise RunError(f"{path} line {place + 1} is not valid JSON ({error}); remove that line") from None
+        step, kind = number(point.get("step")), point.get("kind")
+        if step is not None and kind in points:
+            points[kind][step] = point
+    return tuple([line for _, line in sorted(points[kind].items())] for kind in ("train", "valid"))  # type: ignore
