@@ -6,6 +6,7 @@ killed continues from its newest checkpoint, forgets the metrics lines after it,
 from __future__ import annotations
 
 import contextlib
+import itertools
 import shlex
 import signal
 import sys
@@ -18,11 +19,11 @@ from typing import Any
 
 import torch
 
-from ..assemble import assemble
+from ..assemble import Assembly, assemble
 from ..config import RunConfig
-from ..data.batches import TrainRows, eval_rows
+from ..data.batches import TrainRows, eval_rows, prefetch
 from ..data.store import TokenStore
-from ..errors import ConfigError, RunError
+from ..errors import ConfigError, DataError, RunError
 from ..evaluate.likelihood import evaluate_bound
 from ..files import file_hash
 from ..model.model import count_parameters
@@ -53,13 +54,13 @@ def train(config: RunConfig, *, data: Path | str, tree: Path | str, out: Path | 
         old = folder.read(out)
         if old is not None:
             folder.compare(out, old, config.to_json(), identity)
-        assembly = assemble(config, loaded, pad_id=store.tokenizer.pad_id, counts=store.counts, device=chosen)
+        assembly = assemble(config, loaded, pad_id=store.tokenizer.pad_id, counts=torch.from_numpy(store.counts),
+                            device=chosen)
         if old is None:
             folder.create(out, config.to_json(), provenance(
                 chosen, command=command, **identity, parameters=count_parameters(assembly.model)))
         folder.keep_copies(out, tree, identity["tree_hash"], store.tokenizer.save)
-        sitting = Sitting(config, out, store, Trainer(assembly.model, assembly.objective, config.train, chosen), progress,
-                          command)
+        sitting = Sitting(config, out, store, assembly, chosen, progress, command)
         sitting.resume(old)
         if not sitting.complete:
             compile_backbone(assembly.model, chosen, compile)
@@ -134,11 +135,12 @@ class Stopwatch:
 class Sitting:
     """One sitting of a run, with the folder's lock held."""
 
-    def __init__(self, config: RunConfig, out: Path, store: TokenStore, trainer: Trainer, progress: metrics.Progress,
-                 command: str):
-        self.config, self.out, self.store, self.trainer = config, out, store, trainer
+    def __init__(self, config: RunConfig, out: Path, store: TokenStore, assembly: Assembly, device: torch.device,
+                 progress: metrics.Progress, command: str):
+        self.config, self.out, self.store, self.assembly = config, out, store, assembly
+        self.trainer = Trainer(assembly.model, assembly.objective, config.train, device)
         self.progress, self.command = progress, command
-        self.device, self.chip = trainer.device, device_name(trainer.device)
+        self.device, self.chip = device, device_name(device)
         self.watch = Stopwatch(0.0)
         self.saved = -1
         """The step of the newest checkpoint."""
@@ -180,14 +182,16 @@ class Sitting:
         self.cost = train_flops(trainer.model, self.config)["train"] / peak if peak else None
         rows = TrainRows(self.store, length=self.config.data.length, layout=self.config.data.layout,
                          batch=settings.batch, seed=settings.seed)
+        self.held_out = self.valid_rows()
         self.file = metrics.MetricsFile(self.out / folder.METRICS)
-        with contextlib.closing(self.file), Interrupt().watching() as interrupt:
+        with (contextlib.closing(self.file), Interrupt().watching() as interrupt,
+              prefetch(rows, range(trainer.done, settings.steps), micros=trainer.micros,
+                       pin=self.device.type == "cuda") as batches):
             self.watch = Stopwatch(self.watch.before)
             self.logged = (trainer.done, self.watch.seconds())
             while not self.complete:
                 with explained(settings.micro_batch or settings.batch):
-                    trainer.update(rows.batch(trainer.done, micro=micro, micros=trainer.micros)
-                                   for micro in range(trainer.micros))
+                    trainer.update(itertools.islice(batches, trainer.micros))
                 self.after_step(interrupt.asked)
                 if interrupt.asked and not self.complete:
                     self.progress.note(f"stopped at step {trainer.done}; everything is saved, continue with: {self.command}")
@@ -225,17 +229,25 @@ class Sitting:
                             utilisation=None if self.cost is None else rate * self.cost)
         self.progress.update(text, done, settings.steps)
 
+    def valid_rows(self) -> torch.Tensor | None:
+        """The rows of every validation point; None, said once, where there are none."""
+        data = self.config.data
+        try:
+            rows = eval_rows(self.store, length=data.length, layout=data.layout, limit=self.config.train.valid_documents)
+        except DataError as error:
+            self.progress.note(f"no validation: {error}")
+            return None
+        return rows.batch(0, len(rows)).tokens
+
     def validate(self) -> None:
         """The bound of the validation split with the same rows and the same noise every time."""
-        settings, data = self.config.train, self.config.data
-        rows = eval_rows(self.store, length=data.length, layout=data.layout, split="valid",
-                         documents=settings.valid_documents)
-        if not len(rows):
+        settings, rows = self.config.train, self.held_out
+        if rows is None:
             return
         self.trainer.check()
         averaged = self.trainer.average.applied() if self.trainer.average else contextlib.nullcontext()
         with averaged:
-            bound = evaluate_bound(self.trainer.model, self.trainer.objective, rows, seed=settings.seed,
+            bound = evaluate_bound(self.assembly.model, self.assembly.objective, rows, seed=settings.seed,
                                    batch=settings.micro_batch or settings.batch, dtype=settings.dtype)
         self.record({"kind": "valid", "step": self.trainer.done, "bound": metrics.number(bound.nats),
                      "error": metrics.number(bound.error), "levels": [metrics.number(level) for level in bound.levels],
