@@ -113,7 +113,8 @@ def fit(documents: Iterable[np.ndarray], *, size: int, orders: Sequence[int] = (
 
 
 def ngram_cross_entropies(
-    train_documents: Iterable[np.ndarray], rows: np.ndarray, *, size: int, pad_id: int, orders: Sequence[int] = (1, 2, 3)
+    train_documents: Iterable[np.ndarray], rows: np.ndarray, *, size: int, pad_id: int,
+    orders: Sequence[int] = (1, 2, 3),
 ) -> dict[str, float]:
     """Cross-entropies in nats/token on the real tokens of `rows` (R, S) of models counted on the training documents.
 
@@ -122,7 +123,7 @@ def ngram_cross_entropies(
     rows = np.asarray(rows)
     if rows.ndim != 2:
         raise DataError(f"evaluation rows of shape (R, S) are expected, got {rows.shape}")
-    if rows.size and not (0 <= rows.min() and rows.max() < size):
+    if rows.size and (rows.min() < 0 or rows.max() >= size):
         raise DataError(f"evaluation rows hold token ids from {rows.min()} to {rows.max()}, "
                         f"but the vocabulary has {size} tokens; prepare the text with the run's tokenizer")
     count = int((rows != pad_id).sum())

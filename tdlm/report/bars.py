@@ -29,8 +29,10 @@ def bars(rows: Sequence[Bar], *, caption: str, digits: int = 3) -> str:
             whisker = f'<i class="whisker" style="left:{left:.3f}%;width:{200 * row.error / top:.3f}%"></i>'
         text = esc(row.text or plus_minus(row.value, row.error, digits))
         value = f'<a href="#{esc(row.link)}">{text}</a>' if row.link else text
-        lines.append(f'<div class="bar {row.css}" role="row"><span class="name" role="rowheader">{esc(row.label)}</span>'
-                     f'<span class="track" aria-hidden="true"><i class="fill" style="width:{width:.3f}%"></i>{whisker}</span>'
+        fill = f'<i class="fill" style="width:{width:.3f}%"></i>'
+        lines.append(f'<div class="bar {row.css}" role="row">'
+                     f'<span class="name" role="rowheader">{esc(row.label)}</span>'
+                     f'<span class="track" aria-hidden="true">{fill}{whisker}</span>'
                      f'<span class="value" role="cell">{value}</span></div>')
     return (f'<figure class="bars"><figcaption>{caption}</figcaption><div role="table" aria-label="{esc(caption)}">'
             f'{"".join(lines)}</div></figure>')

@@ -66,24 +66,27 @@ def _note(found: list[Group]) -> str:
     head = "".join(f"<th>Group {place + 1}</th>" for place in range(len(found)))
     rows = "".join(f"<tr><th>{esc(name)}</th>{''.join(f'<td>{esc(group.protocol[name])}</td>' for group in found)}</tr>"
                    for name in names)
-    return (f'<div class="warning" role="note"><p><b>These runs were not measured alike</b>, so they stand in {len(found)} '
-            f'separate tables. Numbers of different groups cannot be compared. They differ in:</p>'
-            f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div></div>')
+    return (f'<div class="warning" role="note"><p><b>These runs were not measured alike</b>, so they stand in '
+            f'{len(found)} separate tables. Numbers of different groups cannot be compared. They differ in:</p>'
+            f'<div class="scroll"><table><thead><tr><th></th>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+            "</div>")
 
 
 def _group(group: Group, place: int, several: bool, prefix: str, colours: list[int]) -> str:
     title = f"<h3>Group {place + 1}</h3>" if several else ""
-    alike = " \N{MIDDLE DOT} ".join(f"{esc(name)}: {esc(value)}" for name, value in group.protocol.items() if value != UNKNOWN)
+    known = [f"{esc(name)}: {esc(value)}" for name, value in group.protocol.items() if value != UNKNOWN]
     ngrams = [name for name in NGRAMS if any(name in run.ngrams for run in group.runs)]
     head = "".join(f"<th>{name}</th>" for name in ["run", "step", "bound (nats/token)", "perplexity", "bits/byte",
                                                    *ngrams, "parameters", "tokens/s"])
-    best = min((value for run in group.runs if (value := number((run.headline or {}).get("bound"))) is not None), default=None)
+    bounds = [number((run.headline or {}).get("bound")) for run in group.runs]
+    best = min((value for value in bounds if value is not None), default=None)
     rows = "".join(_row(run, ngrams, best, colour) for run, colour in zip(group.runs, colours))
     chart = _curves(group.runs, colours)
     drawn = line_chart(chart, prefix) if chart.lines else ""
     figure = (f'<figure class="plot">{_key(group.runs, colours)}{drawn}<figcaption>Validation bound during training; '
               f'error bars are one standard error.</figcaption></figure>' if drawn else "")
-    return (f'{title}<p class="settings">{alike}</p><div class="scroll"><table class="numbers"><thead><tr>{head}</tr></thead>'
+    alike = f'<p class="settings">{" &middot; ".join(known)}</p>'
+    return (f'{title}{alike}<div class="scroll"><table class="numbers"><thead><tr>{head}</tr></thead>'
             f'<tbody>{rows}</tbody></table></div>{figure}')
 
 
@@ -93,9 +96,10 @@ def _row(run: Run, ngrams: list[str], best: float | None, colour: int) -> str:
     if number(head.get("bound")) is not None and number(head.get("bound")) == best:
         bound = f"<b>{bound}</b>"
     speed = [value for point in run.train if (value := number(point.get("tokens_per_second"))) is not None]
+    total = mapping(run.provenance.get("parameters")).get("total")
     cells = [whole(head.get("step")), bound, fixed(head.get("perplexity"), 2), fixed(head.get("bits_per_byte")),
              *[fixed(run.ngrams.get(name)) for name in ngrams],
-             short(mapping(run.provenance.get("parameters")).get("total")), short(np.median(speed).item() if speed else None)]
+             short(total), short(np.median(speed).item() if speed else None)]
     name = f'<i class="dot s{colour % 8}"></i><a href="#{anchor("run", run.name, colour)}">{esc(run.name)}</a>'
     return f"<tr><th>{name}</th>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 

@@ -42,12 +42,13 @@ def bound_figure(run: Run, prefix: str) -> str:
     if train is None and valid is None:
         return ""
     line = Line("bound", series(0), train=train, valid=valid, final=final)
-    drawn = line_chart(Chart("bound", "Bound over the steps of training", "bound, nats per token", [line], run.ngrams), prefix)
+    chart = Chart("bound", "Bound over the steps of training", "bound, nats per token", [line], run.ngrams)
     key = ('<p class="legend"><span><i class="stroke s0"></i>training batches, smoothed</span>'
            '<span><i class="dot s0"></i>validation</span>'
            + ('<span><i class="diamond"></i>final evaluation</span>' if final else "") + "</p>")
-    return (f'<figure class="plot">{key}{drawn}<figcaption>Lower is better. Error bars are one Monte-Carlo standard error. '
-            "Dashed: models that only count, on the same tokens as the final evaluation.</figcaption></figure>")
+    return (f'<figure class="plot">{key}{line_chart(chart, prefix)}<figcaption>Lower is better. Error bars are one '
+            "Monte-Carlo standard error. Dashed: models that only count, on the same tokens as the final evaluation."
+            "</figcaption></figure>")
 
 
 def loss_figure(run: Run, prefix: str) -> str:
@@ -57,8 +58,8 @@ def loss_figure(run: Run, prefix: str) -> str:
         return ""
     line = Line("loss", series(6), train=found)
     drawn = line_chart(Chart("loss", "Training loss over the steps", "training loss", [line]), prefix)
-    return (f'<figure class="plot">{drawn}<figcaption>The training loss clips and reweights the noise levels and may count PAD: '
-            "it is what is minimised, and no number to publish.</figcaption></figure>")
+    return (f'<figure class="plot">{drawn}<figcaption>The training loss clips and reweights the noise levels and may '
+            "count PAD: it is what is minimised, and no number to publish.</figcaption></figure>")
 
 
 def levels_figures(run: Run, prefix: str) -> str:
@@ -73,7 +74,8 @@ def levels_figures(run: Run, prefix: str) -> str:
         lines.append(Line(f"level {level}", height_colour(level + 1), train=trained[level] if trained else None,
                           valid=valid, raw=count <= 4))
     raw = line_chart(Chart("levels", "Bound per level", "nats per token, each level", lines), prefix)
-    smoothed = [(steps, smooth(values, window(len(values)) if trained else 1)) for steps, values in trained or validated]
+    smoothed = [(steps, smooth(values, window(len(values)) if trained else 1))
+                for steps, values in trained or validated]
     start, end = max(steps[0] for steps, _ in smoothed), min(steps[-1] for steps, _ in smoothed)
     stacked = ""
     if end > start:
@@ -81,7 +83,8 @@ def levels_figures(run: Run, prefix: str) -> str:
         values = np.stack([np.interp(grid, steps, values) for steps, values in smoothed])
         drawn = stack_chart("stack", "Bound per level, stacked", grid, values, prefix)
         stacked = f'<figure class="plot">{drawn}<figcaption>Stacked: the upper edge is the bound.</figcaption></figure>'
-    key = "".join(f'<span><i class="swatch h{level + 1}"></i>{_level_name(level, count)}</span>' for level in range(count))
+    key = "".join(f'<span><i class="swatch h{level + 1}"></i>{_level_name(level, count)}</span>'
+                  for level in range(count))
     return (f'<p class="legend">{key}</p><div class="pair"><figure class="plot">{raw}<figcaption>Each level by itself.'
             f"</figcaption></figure>{stacked}</div>")
 

@@ -130,8 +130,9 @@ def _lines(axes: Any, chart: Chart, narrow: bool) -> None:
     for name, value in sorted(chart.levels.items(), key=lambda item: -item[1]):
         under = above - value < 0.09 * (high - low)  # the line above is so near that its label's place is taken
         axes.axhline(value, color=MUTED, linewidth=1.2, linestyle=DASHES.get(name, "-"), zorder=1)
-        axes.annotate(f"{name} {value:.2f}", (1, value), xycoords=("axes fraction", "data"), xytext=(-2, -3 if under else 3),
-                      textcoords="offset points", ha="right", va="top" if under else "bottom", color=MUTED, zorder=6,
+        axes.annotate(f"{name} {value:.2f}", (1, value), xycoords=("axes fraction", "data"),
+                      xytext=(-2, -3 if under else 3), textcoords="offset points",
+                      ha="right", va="top" if under else "bottom", color=MUTED, zorder=6,
                       bbox={"facecolor": PAPER, "edgecolor": "none", "alpha": 0.75, "pad": 0.5})
         above = value
     axes.set_xlim(0, right)
@@ -193,8 +194,8 @@ def _draw(draw: Callable[[Any], None], size: tuple[float, float], prefix: str, t
         raise ConfigError("the report's figures need matplotlib, which is not installed; "
                           "pip install 'tdlm[plot]'") from None
     # Names of runs are plain text, not formulas; text stays text, in the page's own font.
-    settings = {"svg.fonttype": "none", "svg.hashsalt": prefix, "text.parse_math": False, "font.size": 10,
-                "font.family": "sans-serif", "axes.unicode_minus": True, "path.simplify": True, "svg.image_inline": True}
+    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": prefix, "text.parse_math": False,
+                                "font.size": 10, "font.family": "sans-serif", "path.simplify": True}
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **settings}):
         figure = Figure(figsize=size, layout="constrained", facecolor="none")
         FigureCanvasSVG(figure)

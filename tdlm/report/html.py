@@ -45,7 +45,8 @@ def page(runs: Sequence[Run]) -> str:
     front = comparison(list(runs), "c") if len(runs) > 1 else ""
     script = _asset("player.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = f"default-src 'none'; style-src 'unsafe-inline'; img-src data:; script-src 'sha256-{digest}'; base-uri 'none'"
+    policy = ("default-src 'none'; base-uri 'none'; style-src 'unsafe-inline'; img-src data:; "
+              f"script-src 'sha256-{digest}'")
     kicker = "Tree-structured diffusion language model" if len(runs) == 1 else f"{len(runs)} runs"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
@@ -68,7 +69,8 @@ def _asset(name: str) -> str:
 
 def _navigation(runs: Sequence[Run]) -> str:
     if len(runs) > 1:
-        links = [("comparison", "Comparison")] + [(anchor("run", run.name, place), run.name) for place, run in enumerate(runs)]
+        links = [("comparison", "Comparison")]
+        links += [(anchor("run", run.name, place), run.name) for place, run in enumerate(runs)]
     else:
         links = [(f"r0-{name}", title) for name, title in TITLES] + [("r0-provenance", "Provenance")]
     return f'<nav>{"".join(f"<a href=#{name}>{esc(title)}</a>" for name, title in links)}</nav>'
@@ -78,20 +80,22 @@ def _run(run: Run, place: int, several: bool, heights: set[int]) -> str:
     """All sections of one run; notes the tree heights that need colours."""
     key = f"r{place}"
     tree_facts, height = _tree(run)
-    traces = [trace for number, data in enumerate(run.traces) if (trace := read_trace(data, number, height)) is not None]
+    read = [read_trace(data, number, height) for number, data in enumerate(run.traces)]
+    traces = [trace for trace in read if trace is not None]
     levels = max([len(numbers(line.get("levels"))) for line in (*run.train, *run.valid, run.headline or {})], default=0)
     top = min(64, max(height or 0, levels, 1))
     heights |= {top} | {trace.top for trace in traces}
     made = {
-        "result": sections.headline(run, key), "trace": sections.traces(run, key, traces), "samples": sections.samples(run),
-        "training": sections.training(run, key), "levels": sections.levels(run, key),
+        "result": sections.headline(run, key), "trace": sections.traces(run, key, traces),
+        "samples": sections.samples(run), "training": sections.training(run, key), "levels": sections.levels(run, key),
         "tree": sections.tree(run, key, tree_facts), "facts": sections.facts(run),
     }
     body = "".join(f'<section id="{key}-{name}"><h2>{title}</h2>{made[name]}</section>' for name, title in TITLES)
     body = f'<div class="ramp-{top}">{body}{sections.provenance(run, key)}</div>'
     if not several:
         return body
-    return f'<details class="run" id="{anchor("run", run.name, place)}"><summary>{esc(run.name)}</summary>{body}</details>'
+    name = anchor("run", run.name, place)
+    return f'<details class="run" id="{name}"><summary>{esc(run.name)}</summary>{body}</details>'
 
 
 def _tree(run: Run) -> tuple[list[tuple[str, str]], int | None]:
@@ -107,10 +111,12 @@ def _tree(run: Run) -> tuple[list[tuple[str, str]], int | None]:
     node_height = tree.node_height()[tree.size:]
     leaves = tree.leaf_counts()[tree.size:]
     facts = [("tokens (V)", whole(tree.size)), ("branching factor (K)", whole(tree.branching)),
-             ("height (H)", whole(tree.height)), ("nodes (N)", f"{whole(tree.nodes)} ({short(tree.nodes - tree.size)} inside)")]
+             ("height (H)", whole(tree.height)),
+             ("nodes (N)", f"{whole(tree.nodes)} ({short(tree.nodes - tree.size)} inside)")]
     for height in range(tree.height - 1, 0, -1):
         sizes = leaves[node_height == height]
         if len(sizes):
             spread = f"{len(sizes):,} of {int(sizes.min()):,} to {int(sizes.max()):,} tokens"
-            facts.append((f"groups at height {height}", f"{spread}, {fixed(sizes.double().mean().item(), 1)} on average"))
+            mean = fixed(sizes.double().mean().item(), 1)
+            facts.append((f"groups at height {height}", f"{spread}, {mean} on average"))
     return facts, tree.height

@@ -94,7 +94,8 @@ def _given(data: dict[str, Any], first: list[int]) -> list[bool]:
 
 
 def _note(data: dict[str, Any]) -> str:
-    items = [f"{label(name)} {words(value)}" for name, value in mapping(data.get("settings")).items() if value is not None]
+    settings = mapping(data.get("settings"))
+    items = [f"{label(name)} {words(value)}" for name, value in settings.items() if value is not None]
     if number(data.get("seconds")) is not None:
         items.append(duration(data["seconds"]))
     return " \N{MIDDLE DOT} ".join(items)
@@ -114,11 +115,14 @@ def player(trace: Trace, name: str) -> str:
 <div class="buttons"><button type="button" class="play" aria-label="Play">Play</button>
 <button type="button" class="back" aria-label="One step back">{chr(0x2039)}</button>
 <button type="button" class="forward" aria-label="One step forward">{chr(0x203A)}</button>
-<label>Speed <select class="speed"><option value="0.25">&frac14;&times;</option><option value="0.5">&frac12;&times;</option>
-<option value="1" selected>1&times;</option><option value="2">2&times;</option><option value="4">4&times;</option></select></label>
-<label>View <select class="view"><option value="text" selected>text</option><option value="grid">labels</option></select></label>
+<label>Speed <select class="speed"><option value="0.25">&frac14;&times;</option>
+<option value="0.5">&frac12;&times;</option><option value="1" selected>1&times;</option>
+<option value="2">2&times;</option><option value="4">4&times;</option></select></label>
+<label>View <select class="view"><option value="text" selected>text</option>
+<option value="grid">labels</option></select></label>
 <output class="status"></output></div></div>
-<p class="inspect" aria-live="polite">Point at a position (or tab into the text and use the arrow keys) to see how it came about.</p>
+<p class="inspect" aria-live="polite">Point at a position (or tab into the text and use the arrow keys) to see how it
+came about.</p>
 </div>
 {_legend(trace)}
 <div class="stills">{"".join(_still(trace, place) for place in _chosen(trace.length))}</div>
@@ -151,7 +155,9 @@ def _still(trace: Trace, place: int) -> str:
         css = f"h{height}" if height else "leaf"
         css += " moved" if trace.moved[place][position] else ""
         css += " given" if trace.given[position] else ""
-        text = piece.replace("\n", NEWLINE) if height == 0 else piece.strip()[:14]
+        text = piece if height == 0 else piece.strip()
+        if height and len(text) > 14:
+            text = text[:13] + "\N{HORIZONTAL ELLIPSIS}"
         if height == trace.top:
             text = "\N{MIDDLE DOT}"
         cells.append(f'<i class="{css}">{esc(text)}</i>')
@@ -174,7 +180,8 @@ def _area(trace: Trace) -> str:
             lower = [f"{place / last * 1000:.1f},{100 - 100 * value / total:.1f}" for place, value in enumerate(below)]
             shapes.append(f'<polygon class="h{height}" points="{" ".join(upper + lower[::-1])}"/>')
         below = above
-    return f'<svg class="area" viewBox="0 0 1000 100" preserveAspectRatio="none" aria-hidden="true">{"".join(shapes)}</svg>'
+    frame = 'class="area" viewBox="0 0 1000 100" preserveAspectRatio="none" aria-hidden="true"'
+    return f"<svg {frame}>{''.join(shapes)}</svg>"
 
 
 def _data(trace: Trace) -> dict[str, Any]:

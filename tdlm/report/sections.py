@@ -14,6 +14,8 @@ from .svg import inline_svg
 from .text import DASH, duration, esc, fixed, label, plus_minus, short, size, whole, words
 
 SHOWN = 4  # samples in view; the others are one click away
+PAD_MODES = {"pack": "no PAD, bounds -log p(x)", "count": "PAD terms counted, real tokens divided by, bounds -log p(x)",
+             "given-length": "PAD always visible, bounds -log p(x | length)", "drop": "PAD terms left out, not a bound"}
 
 
 def missing(what: str, command: str) -> str:
@@ -33,18 +35,20 @@ def headline(run: Run, key: str) -> str:
     leq = "" if pad == "drop" else "\N{LESS-THAN OR EQUAL TO}\N{NARROW NO-BREAK SPACE}"
     tiles = [("nats per token", leq + plus_minus(bound, error), "bound"),
              ("perplexity", leq + plus_minus(perplexity, error * perplexity, 2), "perplexity"),
-             ("bits per byte", leq + plus_minus(byte, (byte or 0.0) * share) if byte is not None else DASH, "bits-per-byte")]
+             ("bits per byte", DASH if byte is None else leq + plus_minus(byte, byte * share), "bits-per-byte")]
     shown = "".join(f'<div class="tile"><span class="figure">{value}</span><span class="unit">{unit}</span>'
-                    f'<a class="source" href="#{key}-p-{name}">how it was measured</a></div>' for unit, value, name in tiles)
-    warning = ('<p class="warning"><b>Not a bound.</b> PAD mode <code>drop</code> leaves the PAD terms out although visible '
-               "PADs give the length away; kept for comparison with published numbers.</p>" if pad == "drop" else "")
+                    f'<a class="source" href="#{key}-p-{name}">how it was measured</a></div>'
+                    for unit, value, name in tiles)
+    warning = ('<p class="warning"><b>Not a bound.</b> PAD mode <code>drop</code> leaves the PAD terms out although '
+               "visible PADs give the length away; kept for comparison with published numbers.</p>"
+               if pad == "drop" else "")
     if run.eval is None:
         warning += missing("These are from the last validation during training.", f"tdlm eval {run.folder}")
     rows = [Bar(f"{name} (counting)", value, css="plain", link=f"{key}-p-{name}") for name, value in run.ngrams.items()]
     rows.append(Bar("this model", bound, error, "own", link=f"{key}-p-bound"))
     rows.sort(key=lambda row: -row.value)
     chart = bars(rows, caption="Nats per token on the same tokens: shorter is better") if run.ngrams else ""
-    return f'{_sentence(run, bound, head)}<div class="tiles">{shown}</div>{warning}{chart}'
+    return f'{_sentence(run, bound, head)}{_protocol(head)}<div class="tiles">{shown}</div>{warning}{chart}'
 
 
 def _sentence(run: Run, bound: float, head: dict[str, Any]) -> str:
@@ -59,6 +63,20 @@ def _sentence(run: Run, bound: float, head: dict[str, Any]) -> str:
     return f'<p class="lead">{fixed(bound, 2)} nats per token{tokens}: {text}.</p>'
 
 
+def _protocol(head: dict[str, Any]) -> str:
+    """The PAD mode and the estimator stand beside every figure."""
+    items = []
+    if "pad" in head:
+        meaning = PAD_MODES.get(str(head["pad"]))
+        items.append(f"PAD mode {words(head['pad'])}" + (f" ({meaning})" if meaning else ""))
+    if head.get("estimator") is not None:
+        items.append(f"estimator {words(head['estimator'])}")
+    if number(head.get("step")) is not None:
+        items.append(f"step {whole(head['step'])}")
+    text = " \N{MIDDLE DOT} ".join(items)
+    return f'<p class="settings">{esc(text)}</p>' if items else ""
+
+
 def training(run: Run, key: str) -> str:
     parts = [bound_figure(run, key), loss_figure(run, key)]
     if not any(parts):
@@ -70,8 +88,8 @@ def levels(run: Run, key: str) -> str:
     drawn = level_bars(run, f"{key}-p-bound") + levels_figures(run, key)
     if not drawn:
         return missing("No bound per level yet.", f"tdlm eval {run.folder}")
-    return ("<p>The model pays for a word in instalments: first for the group it belongs to, then for the word within the "
-            f"group. The instalments add up to the bound.</p>{drawn}")
+    return ("<p>The model pays for a word in instalments: first for the group it belongs to, then for the word within "
+            f"the group. The instalments add up to the bound.</p>{drawn}")
 
 
 def tree(run: Run, key: str, facts: list[tuple[str, str]]) -> str:
@@ -81,7 +99,8 @@ def tree(run: Run, key: str, facts: list[tuple[str, str]]) -> str:
         file = run.tree_file or "TREE"
         picture = missing("No picture of the tree.", f"tdlm tree show {file} --picture {run.folder}/tree.svg")
     else:
-        picture = f'<figure class="plate">{inline_svg(run.tree_svg, f"{key}-tree", title="The tree of tokens")}</figure>'
+        drawn = inline_svg(run.tree_svg, f"{key}-tree", title="The tree of tokens")
+        picture = f'<figure class="plate">{drawn}</figure>'
     return f'{picture}{f"<table class=facts>{shape}</table>" if shape else ""}'
 
 
@@ -89,8 +108,8 @@ def traces(run: Run, key: str, found: list[Trace]) -> str:
     if not found:
         return missing("No trace of the denoising.", f"tdlm sample {run.folder} --trace")
     return ("<p>Every position starts as a blot that could be any word. Step by step the network decides which "
-            "<em>group</em> of words belongs there, then which word of the group. Press play, drag the slider, or use the "
-            "space bar and the keys J and L.</p>"
+            "<em>group</em> of words belongs there, then which word of the group. Press play, drag the slider, or use "
+            "the space bar and the keys J and L.</p>"
             + "".join(player(trace, f"{key}-trace-{place}") for place, trace in enumerate(found)))
 
 
@@ -102,17 +121,19 @@ def samples(run: Run) -> str:
     for place, group in enumerate(run.samples):
         items = [_sample(sample) for sample in dicts(group.get("samples"))]
         title = words(group.get("title") or ("Samples" if len(run.samples) == 1 else f"Samples {place + 1}"))
-        rest = (f"<details><summary>{len(items) - SHOWN} more</summary><div class=samples>{''.join(items[SHOWN:])}</div></details>"
-                if len(items) > SHOWN else "")
+        rest = f"<div class=samples>{''.join(items[SHOWN:])}</div>" if len(items) > SHOWN else ""
+        if rest:
+            rest = f"<details><summary>{len(items) - SHOWN} more</summary>{rest}</details>"
         settings = f'<p class="settings">{esc(_settings(group))}</p>' if _settings(group) else ""
-        key = ('<p class="legend"><span><mark class="given">text</mark> given</span><span>text &ensp;made by the model</span></p>'
-               if any("<mark" in item for item in items) else "")
+        key = ('<p class="legend"><span><mark class="given">text</mark> given</span>'
+               "<span>text &ensp;made by the model</span></p>" if any("<mark" in item for item in items) else "")
         parts.append(f'<h3>{esc(title)}</h3>{settings}{key}<div class="samples">{"".join(items[:SHOWN])}</div>{rest}')
     return "<p>Nothing was picked: these are the first samples of the seeds shown, as they came.</p>" + "".join(parts)
 
 
 def _settings(group: dict[str, Any]) -> str:
-    items = [f"{label(name)} {words(value)}" for name, value in mapping(group.get("settings")).items() if value is not None]
+    settings = mapping(group.get("settings"))
+    items = [f"{label(name)} {words(value)}" for name, value in settings.items() if value is not None]
     if number(group.get("evaluations")) is not None:
         items.append(f"{whole(group['evaluations'])} network evaluations")
     if number(group.get("seconds")) is not None:
@@ -180,8 +201,8 @@ def provenance(run: Run, key: str) -> str:
                ("bits-per-byte", fixed(head.get("bits_per_byte")), "bound x tokens / bytes / ln 2")]
     counting = "interpolated Kneser-Ney, counted on the train split, scored on the same tokens as the bound"
     figures += [(name, fixed(value), counting) for name, value in run.ngrams.items()]
-    rows = "".join(f'<tr id="{key}-p-{name}"><th>{esc(label(name).replace("-", " "))}</th><td>{value}</td><td>{esc(how)}</td></tr>'
-                   for name, value, how in figures)
+    rows = "".join(f'<tr id="{key}-p-{name}"><th>{esc(name.replace("-", " "))}</th><td>{value}</td><td>{esc(how)}</td>'
+                   "</tr>" for name, value, how in figures)
     origins = [("Training", run.provenance)]
     if run.eval is not None:
         origins.append(("Evaluation", mapping(run.eval.get("provenance"))))
@@ -189,7 +210,7 @@ def provenance(run: Run, key: str) -> str:
     seed = run.setting("train", "seed")
     tables = ""
     for name, origin in origins:
-        items = [(esc(label(field)), f"<code>{esc(words(value))}</code>") for field, value in _flat(origin) if field != "parameters"]
+        items = [(esc(label(field)), f"<code>{esc(words(value))}</code>") for field, value in _flat(origin)]
         if name == "Training" and seed is not None:
             items.append(("seed", f"<code>{esc(words(seed))}</code>"))
         tables += f"<h4>{esc(name)}</h4><table class=facts>{_rows(items)}</table>" if items else ""
@@ -197,8 +218,9 @@ def provenance(run: Run, key: str) -> str:
                     for name, count, digest in run.files)
     config = json.dumps(run.config, indent=2, ensure_ascii=False, sort_keys=False)
     return (f'<details class="provenance" id="{key}-provenance"><summary>Where every number comes from</summary>'
-            f'<h4>The figures</h4><div class="scroll"><table class="facts">{rows}</table></div>{tables}'
-            f'<h4>Files this page was made from (xxh3-128)</h4><div class="scroll"><table class="facts">{files}</table></div>'
+            f'<h4>The figures</h4><div class="scroll"><table class="facts figures">{rows}</table></div>{tables}'
+            "<h4>Files this page was made from (xxh3-128)</h4>"
+            f'<div class="scroll"><table class="facts">{files}</table></div>'
             f"<h4>Configuration</h4><pre>{esc(config)}</pre></details>")
 
 

@@ -12,7 +12,9 @@ from xml.etree import ElementTree
 from ..errors import RunError
 
 ACTIVE = {"script", "style", "foreignObject", "iframe", "metadata", "audio", "video", "handler", "set", "animate"}
-HARMLESS_STYLE = re.compile(r"\s*\*\{stroke-linejoin: round; stroke-linecap: butt\}\s*")  # matplotlib's; report.css has it
+# matplotlib's own rule, which report.css repeats for its figures.
+HARMLESS_STYLE = re.compile(r"\s*\*\{stroke-linejoin: round; stroke-linecap: butt\}\s*")
+LOADS = re.compile(r"url\(\s*['\"]?(?!#)|@import|expression\(")
 LINKS = ("href", "{http://www.w3.org/1999/xlink}href")
 
 
@@ -74,8 +76,8 @@ def _clean(root: ElementTree.Element) -> None:
         for name, value in list(node.attrib.items()):
             plain = name.rpartition("}")[2]
             link = name in LINKS
-            outside = link and not value.startswith("#") or re.search(r"url\(\s*['\"]?(?!#)|@import|expression\(", value)
-            if outside or plain.lower().startswith("on"):
+            outside = link and not value.startswith("#")
+            if outside or LOADS.search(value) or plain.lower().startswith("on"):
                 del node.attrib[name]
             elif link or plain != name:
                 del node.attrib[name]

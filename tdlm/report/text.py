@@ -11,13 +11,14 @@ from .read import number
 
 DASH = "\N{EN DASH}"
 MINUS = "\N{MINUS SIGN}"
+FORBIDDEN = re.compile("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]")
 NARROW = "\N{NARROW NO-BREAK SPACE}"
 
 
 def esc(value: Any) -> str:
     """Text for HTML. Control characters that HTML forbids become the replacement character."""
     text = value if isinstance(value, str) else str(value)
-    return html.escape(re.sub("[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ud800-\udfff]", "\N{REPLACEMENT CHARACTER}", text), quote=True)
+    return html.escape(FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text), quote=True)
 
 
 def script_json(value: Any) -> str:

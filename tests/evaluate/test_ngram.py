@@ -1,4 +1,5 @@
 """The n-gram models are probability distributions, and they are scored on the real tokens only."""
+
 from __future__ import annotations
 
 import itertools
@@ -37,8 +38,11 @@ def test_every_conditional_sums_to_one_seen_or_not(documents):
 @settings(max_examples=40, deadline=None)
 def test_scores_equal_a_walk_over_the_rows(documents, count, length, data):
     pad = 5
-    rows = np.array(data.draw(st.lists(st.lists(st.integers(0, 5), min_size=length, max_size=length),
-                                       min_size=count, max_size=count)))
+    rows = np.array(
+        data.draw(
+            st.lists(st.lists(st.integers(0, 5), min_size=length, max_size=length), min_size=count, max_size=count)
+        )
+    )
     if (rows == pad).all():
         rows[0, 0] = 0
     models = fit(arrays(documents), size=6)
@@ -65,14 +69,17 @@ def test_bigram_by_hand():
     model = fit([np.array([0, 1, 0, 1, 0, 2])], size=4, orders=(2,))[2]
     base = np.array([0.5, 0.5, 0.5, 0]) / 3 + (1.5 / 3) / 4  # one distinct predecessor each
     assert model.probabilities(np.array([[0, w] for w in range(4)])) == pytest.approx(
-        np.array([0, 1.5, 0.5, 0]) / 3 + (1.0 / 3) * base)
+        np.array([0, 1.5, 0.5, 0]) / 3 + (1.0 / 3) * base
+    )
     assert model.probabilities(np.array([[3, w] for w in range(4)])) == pytest.approx(base)  # never seen: passed on
 
 
 def test_discounts_follow_the_counts_of_counts():
     counts = np.array([1] * 40 + [2] * 20 + [3] * 10 + [4] * 5 + [9])
     share = 40 / 80
-    assert discounts(counts) == pytest.approx([0, 1 - 2 * share * 20 / 40, 2 - 3 * share * 10 / 20, 3 - 4 * share * 5 / 10])
+    assert discounts(counts) == pytest.approx(
+        [0, 1 - 2 * share * 20 / 40, 2 - 3 * share * 10 / 20, 3 - 4 * share * 5 / 10]
+    )
 
 
 def test_no_ngram_crosses_a_document():
@@ -108,24 +115,32 @@ def test_chunks_change_nothing(monkeypatch):
 def test_large_vocabulary_keys_do_not_overflow():
     size = 200_019
     top = size - 1
-    got = ngram_cross_entropies([np.array([top, top, top, top], dtype=np.uint32)], np.array([[top, top, top]]),
-                                size=size, pad_id=0)
+    got = ngram_cross_entropies(
+        [np.array([top, top, top, top], dtype=np.uint32)], np.array([[top, top, top]]), size=size, pad_id=0
+    )
     assert 0 < got["trigram"] < math.log(size)
 
 
 def test_only_the_orders_asked_for():
-    assert list(ngram_cross_entropies([np.array([0, 1])], np.array([[0, 1]]), size=3, pad_id=2, orders=(1,))) == ["unigram"]
-    assert list(ngram_cross_entropies([np.array([0])], np.array([[0, 1]]), size=3, pad_id=2, orders=(3,))) == ["trigram"]
+    assert list(ngram_cross_entropies([np.array([0, 1])], np.array([[0, 1]]), size=3, pad_id=2, orders=(1,))) == [
+        "unigram"
+    ]
+    assert list(ngram_cross_entropies([np.array([0])], np.array([[0, 1]]), size=3, pad_id=2, orders=(3,))) == [
+        "trigram"
+    ]
 
 
-@pytest.mark.parametrize(("documents", "rows", "orders", "error", "words"), [
-    ([], [[0]], (1,), DataError, "got none"),
-    ([[0]], [[2]], (1,), DataError, "besides PAD"),
-    ([[0]], [[9]], (1,), DataError, "9"),
-    ([[9]], [[0]], (1,), DataError, "9"),
-    ([[0]], [0], (1,), DataError, "shape"),
-    ([[0]], [[0]], (4,), ConfigError, "orders"),
-])
+@pytest.mark.parametrize(
+    ("documents", "rows", "orders", "error", "words"),
+    [
+        ([], [[0]], (1,), DataError, "got none"),
+        ([[0]], [[2]], (1,), DataError, "besides PAD"),
+        ([[0]], [[9]], (1,), DataError, "9"),
+        ([[9]], [[0]], (1,), DataError, "9"),
+        ([[0]], [0], (1,), DataError, "shape"),
+        ([[0]], [[0]], (4,), ConfigError, "orders"),
+    ],
+)
 def test_mistakes_end_with_one_clear_line(documents, rows, orders, error, words):
     with pytest.raises(error, match=words) as caught:
         ngram_cross_entropies([np.array(d) for d in documents], np.array(rows), size=3, pad_id=2, orders=orders)

@@ -1,4 +1,5 @@
 """The page is whole, self-contained, harmless and the same for the same inputs."""
+
 from __future__ import annotations
 
 import json
@@ -63,11 +64,25 @@ def page(demo, tmp_path_factory):
 
 
 def test_sections_and_figures_are_there(page):
-    for words in ("5.613", "274.07", "unigram", "trigram", "1.15 below", "From coarse to fine", "20,738", "793,600",
-                  "9f3c2a7e41d05b86", "tdlm eval demo", "0123456789ab"):
+    for words in (
+        "5.613",
+        "274.07",
+        "unigram",
+        "trigram",
+        "1.15 below",
+        "From coarse to fine",
+        "20,738",
+        "793,600",
+        "bounds -log p(x)",
+        "9f3c2a7e41d05b86",
+        "tdlm eval demo",
+        "0123456789ab",
+    ):
         assert words in page.text
     assert page.tags.count("svg") == 4 * 2 + 1 + 2  # four figures in two widths, the tree, two timelines
-    assert {"r0-result", "r0-trace", "r0-samples", "r0-training", "r0-levels", "r0-tree", "r0-facts"} <= set(page.values("id"))
+    assert {"r0-result", "r0-trace", "r0-samples", "r0-training", "r0-levels", "r0-tree", "r0-facts"} <= set(
+        page.values("id")
+    )
 
 
 def test_ids_are_unique_and_links_lead_somewhere(page):
@@ -98,7 +113,11 @@ def test_text_of_a_model_is_harmless(make_run, tmp_path):
     run = make_run(tmp_path / "evil", steps=40)
     frame = {"evaluations": 1, "time": 0.5, "height": [0, 1], "pieces": [EVIL, EVIL], "moved": [True, False]}
     (run / "trace.json").write_text(json.dumps({"title": EVIL, "prompt": EVIL, "frames": [frame]}))
-    sample = {"text": EVIL + "\x00\ud800", "tokens": [1], "spans": [[0, 9, "given"], [3, 99, "given"], "x", [5, "a", "given"]]}
+    sample = {
+        "text": EVIL + "\x00\ud800",
+        "tokens": [1],
+        "spans": [[0, 9, "given"], [3, 99, "given"], "x", [5, "a", "given"]],
+    }
     (run / "samples.json").write_text(json.dumps({"settings": {EVIL: EVIL}, "samples": [sample]}))
     config = json.loads((run / "config.json").read_text())
     config["provenance"].update({"command": EVIL, "device": EVIL, "data_fingerprint": EVIL, EVIL: EVIL})
@@ -120,13 +139,17 @@ def test_text_of_a_model_is_harmless(make_run, tmp_path):
 def test_a_picture_with_scripts_is_disarmed(make_run, tmp_path):
     run = make_run(tmp_path / "run", steps=40, only={"config.json"})
     (run / "tree.svg").write_text(
-        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" onload="alert(1)" width="9" height="9">'
+        '<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" '
+        'onload="alert(1)" width="9" height="9">'
         '<script>alert(1)</script><a xlink:href="http://x.y/"><rect id="a" style="fill:url(http://x.y/)"/></a>'
-        '<image href="http://x.y/p.png"/><foreignObject><p>hi</p></foreignObject><use xlink:href="#a"/></svg>')
+        '<image href="http://x.y/p.png"/><foreignObject><p>hi</p></foreignObject><use xlink:href="#a"/></svg>'
+    )
     text = write_report([run], tmp_path / "r.html").read_text()
     assert "alert" not in text and "x.y" not in text and "foreignObject" not in text and "onload" not in text
     assert 'id="r0-tree-a"' in text and 'href="#r0-tree-a"' in text
-    (run / "tree.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><style>p{color:red}</style></svg>')
+    (run / "tree.svg").write_text(
+        '<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 9 9"><style>p{color:red}</style></svg>'
+    )
     text = write_report([run], tmp_path / "r.html").read_text()
     assert "p{color:red}" not in text and 'src="data:image/svg+xml;base64,' in text  # its rules cannot reach the page
 
@@ -150,7 +173,7 @@ def test_runs_measured_differently_never_share_a_table(demo, make_run, tmp_path)
     found = read(write_report([demo, alike, other], tmp_path / "r.html"))
     text = re.sub(r"\s+", " ", found.text)
     assert "not measured alike" in text and "2 separate tables" in text
-    first, second = text[text.index("Group 1 evaluated"):].split("Group 2 evaluated", 1)
+    first, second = text[text.index("Group 1 evaluated") :].split("Group 2 evaluated", 1)
     assert "5.400" in first and "5.000" not in first and "5.000" in second.split("What the settings")[0]
     assert "given-length" in text
     same = read(write_report([demo, alike], tmp_path / "s.html")).text
@@ -167,9 +190,15 @@ def test_odd_values_do_not_stop_the_page(make_run, tmp_path):
     run = make_run(tmp_path / "odd", steps=40)
     (run / "eval.json").write_text('{"bound": NaN, "levels": [null, "x"], "ngrams": 7, "pad": null, "provenance": []}')
     (run / "samples.json").write_text('{"samples": [{"text": null}, 3, {}], "settings": []}')
-    (run / "trace.json").write_text('{"frames": [{"height": [1, 2], "pieces": ["a"]}, {"height": [99999, null], "pieces": [1, null]}]}')
-    (run / "metrics.jsonl").write_text('{"kind": "train", "step": 1, "bound": null, "levels": [null, 1.0]}\n[]\n{"kind": "valid"}\n{"ki')
-    (run / "config.json").write_text('{"config": null, "provenance": {"parameters": {"blocks": "many"}, "versions": 3}}')
+    (run / "trace.json").write_text(
+        '{"frames": [{"height": [1, 2], "pieces": ["a"]}, {"height": [99999, null], "pieces": [1, null]}]}'
+    )
+    (run / "metrics.jsonl").write_text(
+        '{"kind": "train", "step": 1, "bound": null, "levels": [null, 1.0]}\n[]\n{"kind": "valid"}\n{"ki'
+    )
+    (run / "config.json").write_text(
+        '{"config": null, "provenance": {"parameters": {"blocks": "many"}, "versions": 3}}'
+    )
     read(write_report([run], tmp_path / "r.html"))
 
 
@@ -179,10 +208,18 @@ def test_deep_trees_and_missed_levels(make_run, tmp_path):
     assert "level 8 (nothing to group)" in found.text
 
 
-@pytest.mark.parametrize(("name", "content", "words"), [
-    ("config.json", "{", "not valid JSON"), ("metrics.jsonl", "{\n{}\n", "line 1"), ("eval.json", "\udcff", "cannot be read"),
-    ("tree.svg", "<p", "not valid SVG"), ("tree.svg", "<p/>", "instead of"), ("tree.safetensors", "xx", "damaged"),
-    ("tree.svg", '<!DOCTYPE svg [<!ENTITY a "b">]><svg/>', "entities")])
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("config.json", "{", "not valid JSON"),
+        ("metrics.jsonl", "{\n{}\n", "line 1"),
+        ("eval.json", "\udcff", "cannot be read"),
+        ("tree.svg", "<p", "not valid SVG"),
+        ("tree.svg", "<p/>", "instead of"),
+        ("tree.safetensors", "xx", "damaged"),
+        ("tree.svg", '<!DOCTYPE svg [<!ENTITY a "b">]><svg/>', "entities"),
+    ],
+)
 def test_damage_is_named(make_run, tmp_path, name, content, words):
     run = make_run(tmp_path / "run", steps=40, only={"config.json"})
     (run / name).write_bytes(content.encode("utf-8", "surrogateescape"))

@@ -1,4 +1,5 @@
 """The player's data are the frames, only shorter."""
+
 from __future__ import annotations
 
 import json
@@ -15,11 +16,15 @@ pieces = st.sampled_from([" he", "the, a", "\n", "</script>", "", " man"])
 @st.composite
 def trace_files(draw):
     positions = draw(st.integers(1, 6))
-    frame = st.fixed_dictionaries({
-        "evaluations": st.integers(0, 99), "time": st.floats(0, 1),
-        "height": st.lists(st.integers(0, 3), min_size=positions, max_size=positions),
-        "pieces": st.lists(pieces, min_size=positions, max_size=positions),
-        "moved": st.lists(st.booleans(), min_size=positions, max_size=positions)})
+    frame = st.fixed_dictionaries(
+        {
+            "evaluations": st.integers(0, 99),
+            "time": st.floats(0, 1),
+            "height": st.lists(st.integers(0, 3), min_size=positions, max_size=positions),
+            "pieces": st.lists(pieces, min_size=positions, max_size=positions),
+            "moved": st.lists(st.booleans(), min_size=positions, max_size=positions),
+        }
+    )
     return {"frames": draw(st.lists(frame, min_size=1, max_size=5))}
 
 
@@ -44,8 +49,10 @@ def test_replaying_the_changes_gives_every_frame(file):
 
 
 def test_moves_and_given_positions_are_inferred():
-    frames = [{"evaluations": 0, "height": [2, 0, 2], "pieces": ["x", " is", "x"]},
-              {"evaluations": 1, "height": [1, 0, 2], "pieces": ["a b", " is", "x"]}]
+    frames = [
+        {"evaluations": 0, "height": [2, 0, 2], "pieces": ["x", " is", "x"]},
+        {"evaluations": 1, "height": [1, 0, 2], "pieces": ["a b", " is", "x"]},
+    ]
     trace = read_trace({"frames": frames}, 0)
     assert trace is not None and trace.infill and trace.given == [False, True, False]
     assert trace.moved == [[False] * 3, [True, False, False]]
@@ -54,7 +61,9 @@ def test_moves_and_given_positions_are_inferred():
 
 
 def test_without_a_script_a_few_frames_stand_there():
-    frames = [{"evaluations": step, "height": [2 - step // 10], "pieces": [f"p{step}"], "moved": [True]} for step in range(21)]
+    frames = [
+        {"evaluations": step, "height": [2 - step // 10], "pieces": [f"p{step}"], "moved": [True]} for step in range(21)
+    ]
     page = player(read_trace({"frames": frames}, 0), "x")  # type: ignore[arg-type]
     assert page.count("<figcaption>") == 5 and "p10" in page and '<i class="leaf moved">p20</i>' in page
     assert '<div class="live" hidden>' in page

@@ -154,6 +154,7 @@
   }
 
   document.querySelectorAll(".player").forEach(build);
+  addEventListener("beforeprint", () => document.querySelectorAll("details").forEach((part) => { part.open = true; }));
   addEventListener("hashchange", reveal);
   document.addEventListener("click", (event) => { if (event.target.closest('a[href^="#"]')) setTimeout(reveal); });
   reveal();
