@@ -19,7 +19,7 @@ CONFIG, TREE, TOKENIZER, METRICS = "config.json", "tree.safetensors", "tokenizer
 LOCK = ".lock"
 
 FREE = frozenset(("train.micro_batch", "train.log_every", "train.valid_every", "train.save_every", "train.keep"))
-"""What may change when a run continues: how often it reports and saves, and how much goes through the network at once."""
+"""What may change when a run continues: how often it reports and saves, and how many sequences go through at once."""
 
 
 @contextlib.contextmanager
@@ -31,7 +31,8 @@ def hold(out: Path) -> Iterator[Path]:
             out.mkdir(parents=True, exist_ok=True)
             stack.enter_context(lock(out / LOCK, f"the run {out}"))
         except OSError as error:
-            raise RunError(f"cannot write the run folder {out} ({error.strerror or error}); choose another --out") from None
+            raise RunError(f"cannot write the run folder {out} ({error.strerror or error}); "
+                           "choose another --out") from None
         yield out
 
 

@@ -49,7 +49,8 @@ def train(config: RunConfig, *, data: Path | str, tree: Path | str, out: Path | 
     progress = metrics.progress() if progress is None else progress
     store = TokenStore(data)
     loaded = Tree.load(tree, tokenizer_hash=store.tokenizer.hash)
-    identity = {"data_fingerprint": store.fingerprint, "tokenizer_hash": store.tokenizer.hash, "tree_hash": file_hash(tree)}
+    identity = {"data_fingerprint": store.fingerprint, "tokenizer_hash": store.tokenizer.hash,
+                "tree_hash": file_hash(tree)}
     with folder.hold(out), contextlib.closing(progress), matmul_precision("high"):
         old = folder.read(out)
         if old is not None:
@@ -166,7 +167,8 @@ class Sitting:
         if old is None:
             return
         if self.complete:
-            self.progress.note(f"{self.out} is complete ({self.trainer.done} steps); choose another --out to train again")
+            self.progress.note(f"{self.out} is complete ({self.trainer.done} steps); "
+                               "choose another --out to train again")
             return
         self.progress.note(f"continuing {self.out} at step {self.trainer.done}/{self.config.train.steps}")
         folder.note_continuation(self.out, old, self.config.to_json(), {
@@ -194,7 +196,8 @@ class Sitting:
                     trainer.update(itertools.islice(batches, trainer.micros))
                 self.after_step(interrupt.asked)
                 if interrupt.asked and not self.complete:
-                    self.progress.note(f"stopped at step {trainer.done}; everything is saved, continue with: {self.command}")
+                    self.progress.note(f"stopped at step {trainer.done}; everything is saved, "
+                                       f"continue with: {self.command}")
                     raise KeyboardInterrupt
 
     def after_step(self, leaving: bool) -> None:
@@ -233,7 +236,8 @@ class Sitting:
         """The rows of every validation point; None, said once, where there are none."""
         data = self.config.data
         try:
-            rows = eval_rows(self.store, length=data.length, layout=data.layout, limit=self.config.train.valid_documents)
+            rows = eval_rows(self.store, length=data.length, layout=data.layout,
+                             limit=self.config.train.valid_documents)
         except DataError as error:
             self.progress.note(f"no validation: {error}")
             return None
@@ -252,8 +256,8 @@ class Sitting:
         self.record({"kind": "valid", "step": self.trainer.done, "bound": metrics.number(bound.nats),
                      "error": metrics.number(bound.error), "levels": [metrics.number(level) for level in bound.levels],
                      "tokens": int(bound.tokens)})
-        self.progress.note(f"step {self.trainer.done}  validation bound {bound.nats:.3f} +- {bound.error:.3f} nats/token "
-                           f"({metrics.levels_text(self.last['valid']['levels'])})")
+        self.progress.note(f"step {self.trainer.done}  validation bound {bound.nats:.3f} +- {bound.error:.3f} "
+                           f"nats/token ({metrics.levels_text(self.last['valid']['levels'])})")
 
     def record(self, record: dict[str, Any]) -> None:
         self.file.write(record)
@@ -272,7 +276,8 @@ class Sitting:
         newest = checkpoint.latest(self.out)
         return {"run": str(self.out), "name": self.config.name, "steps": self.trainer.done,
                 "tokens": self.trainer.done * self.config.train.batch * self.config.data.length,
-                "train": self.last.get("train"), "valid": self.last.get("valid"), "seconds": round(self.watch.before, 3),
+                "train": self.last.get("train"), "valid": self.last.get("valid"),
+                "seconds": round(self.watch.before, 3),
                 "parameters": count_parameters(self.trainer.model), "device": self.chip,
                 "checkpoint": None if newest is None else str(newest)}
 

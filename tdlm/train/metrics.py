@@ -25,7 +25,7 @@ CHIPS: tuple[tuple[str, float, float], ...] = (
     ("B200", 2250, 180), ("GH200", 989, 96), ("H200", 989, 141), ("H100 PCIe", 756, 80), ("H100", 989, 80),
     ("A100", 312, 80), ("L40S", 362, 48), ("A6000", 155, 48), ("RTX 4090", 165, 24), ("RTX 3090", 71, 24),
     ("L4", 121, 24), ("T4", 65, 16))
-"""Name within the driver's (first match counts), dense bf16 TFLOP/s (T4: fp16), GB of memory; from the vendors' sheets."""
+"""Name within the driver's (first match counts), dense bf16 TFLOP/s (T4: fp16), GB of memory: the vendors' figures."""
 
 
 def peak_flops(device: str) -> float | None:

@@ -74,8 +74,8 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, tensor
         if f"step.{name}" in tensors:
             state = {kind: tensors[f"{kind}.{name}"] for kind in STATE}
             if state["exp_avg"].shape != parameter.shape:
-                raise RunError(f"the checkpoint's optimizer state of {name!r} has shape {tuple(state['exp_avg'].shape)}, "
-                               f"the model's is {tuple(parameter.shape)}")
+                raise RunError(f"the checkpoint's optimizer state of {name!r} has shape "
+                               f"{tuple(state['exp_avg'].shape)}, the model's is {tuple(parameter.shape)}")
             # the step count stays where the fused kernel wants it, the moments lie beside their parameter
             optimizer.state[parameter] = {kind: value.to(parameter.device, copy=True) for kind, value in state.items()}
 

@@ -33,7 +33,8 @@ LOGIT_BYTES = 12
 """Kept per logit of the head: float32 masked logits and their softmax, and the gradient while it is formed."""
 
 
-def plan(config: RunConfig, *, vocabulary: int = 50_258, branching: int = 512, tree: Tree | None = None) -> dict[str, Any]:
+def plan(config: RunConfig, *, vocabulary: int = 50_258, branching: int = 512,
+         tree: Tree | None = None) -> dict[str, Any]:
     """Parameters, FLOPs, memory and time of a run, as plain JSON data; see the top of the file for the formulas.
 
     Without a tree the sizes are those of a complete one for `vocabulary` tokens (PAD included) with `branching`

@@ -26,7 +26,7 @@ def versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the package's own repository, `-dirty` when files differ from it; None when installed from a wheel."""
+    """The commit of the package's own repository, `-dirty` when files differ from it; None outside a checkout."""
     root = Path(__file__).resolve().parents[2]
     if not (root / ".git").exists():
         return None

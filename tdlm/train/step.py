@@ -97,7 +97,7 @@ class Trainer:
         """Stop before anything bad is written. Waits for the device."""
         if (bad := int(self.bad)) >= 0:
             raise RunError(f"step {bad}: the loss or the gradient is not finite; nothing after the last checkpoint was "
-                           "saved. Train into a new folder with a lower --set train.lr, or with --set train.dtype=float32")
+                           "saved. Train into a new folder with a lower --set train.lr, or --set train.dtype=float32")
 
     def read(self) -> Sums:
         """The means since the last reading, which starts anew. Waits for the device once."""

@@ -1,4 +1,4 @@
-"""SIGKILL at random moments of a save: the run always has a whole checkpoint, and never a half one under a final name."""
+"""SIGKILL at random moments of a save: there is always a whole checkpoint, never a half one under a final name."""
 from __future__ import annotations
 
 import subprocess
@@ -16,7 +16,8 @@ from tdlm.train import checkpoint
 
 run, kills = Path(sys.argv[1]), int(sys.argv[2])
 def parts(step):
-    return {"model": {"w": torch.full((1 << 18,), float(step))}, "optimizer": {"m": torch.full((1 << 19,), float(step))}}
+    return {"model": {"w": torch.full((1 << 18,), float(step))},
+            "optimizer": {"m": torch.full((1 << 19,), float(step))}}
 
 def save_forever(step):
     while True:
@@ -49,7 +50,7 @@ print(interrupted, reached)
 
 
 def kill(folder: object, kills: int) -> tuple[int, int]:
-    done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder), str(kills)], 
+    done = subprocess.run([sys.executable, "-c", SCRIPT, str(folder), str(kills)],
                           check=False, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stdout + done.stderr
     interrupted, reached = map(int, done.stdout.split())

@@ -21,14 +21,16 @@ from tdlm.train.metrics import Progress, Quiet
 
 root, task = Path(sys.argv[1]), sys.argv[3]
 places = world.make_world(root)
-config = world.replace(world.CONFIG, train=world.replace(world.CONFIG.train, steps=60, save_every=7, valid_every=25, ema=0.99))
+settings = world.replace(world.CONFIG.train, steps=60, save_every=7, valid_every=25, ema=0.99)
+config = world.replace(world.CONFIG, train=settings)
 
 def sitting(out, progress):
     child = os.fork()
     if child == 0:
         code = 1
         try:
-            train(config, **places, out=root / out, device="cpu", command="tdlm train tiny --out X", progress=progress())
+            train(config, **places, out=root / out, device="cpu", command="tdlm train tiny --out X",
+                  progress=progress())
             code = 0
         except KeyboardInterrupt:
             code = 130

@@ -28,7 +28,7 @@ def write(run: Path, *steps: int, keep: int | None = None) -> None:
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     write(tmp_path, 7)
     path = latest(tmp_path)
-    assert path == tmp_path / "checkpoints" / "step-00000007"
+    assert path is not None and path == tmp_path / "checkpoints" / "step-00000007"
     found = load(path)
     assert found.step == 7 and found.state["seconds"] == 1.5 and set(found.names) == {"model", "optimizer"}
     assert torch.equal(found.tensors("model")["weight"], torch.full((3, 2), 7.0))
@@ -55,7 +55,7 @@ def test_every_single_flipped_bit_is_noticed(tmp_path: Path) -> None:
             file.write_bytes(damaged)
             if file.name == "manifest.json" and _same_manifest(content, bytes(damaged)):
                 continue
-            with pytest.raises(RunError, match="damaged|missing|manifest|step"):
+            with pytest.raises(RunError, match=r"damaged|missing|manifest|step"):
                 load(path)
         file.write_bytes(content)
     load(path)

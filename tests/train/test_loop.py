@@ -80,7 +80,8 @@ def test_a_whole_run(config: RunConfig, world: dict[str, Path], tmp_path: Path) 
     assert summary["steps"] == 12 and summary["tokens"] == 12 * 8 * 16
     records = read_metrics(out / "metrics.jsonl")
     assert [(r["kind"], r["step"]) for r in records] == [
-        ("train", 1), ("train", 3), ("valid", 5), ("train", 6), ("train", 9), ("valid", 10), ("train", 12), ("valid", 12)]
+        ("train", 1), ("train", 3), ("valid", 5), ("train", 6), ("train", 9), ("valid", 10), ("train", 12),
+        ("valid", 12)]
     assert set(records[0]) == {"kind", "step", "loss", "bound", "levels", "lr", "grad_norm", "tokens", "seconds",
                                "tokens_per_second", "memory"}
     assert set(records[2]) == {"kind", "step", "bound", "error", "levels", "tokens"}
@@ -155,7 +156,8 @@ def test_cadences_and_micro_batch_may_change(config: RunConfig, world: dict[str,
     assert [path.name for path in checkpoint.checkpoints(tmp_path / "run")] == ["step-00000012"]
 
 
-def test_another_configuration_is_refused_field_by_field(config: RunConfig, world: dict[str, Path], tmp_path: Path) -> None:
+def test_another_configuration_is_refused_field_by_field(config: RunConfig, world: dict[str, Path],
+                                                         tmp_path: Path) -> None:
     go(config, world, tmp_path / "run")
     other = replace(settings(config, lr=0.02, steps=13, log_every=1), backbone=replace(config.backbone, heads=4))
     with pytest.raises(RunError) as error:
@@ -178,7 +180,8 @@ def test_another_tree_or_data_is_refused(config: RunConfig, world: dict[str, Pat
         go(config, {**world, "data": tmp_path / "data"}, tmp_path / "run")
 
 
-def test_a_tree_of_another_tokenizer_leaves_no_folder(config: RunConfig, world: dict[str, Path], tmp_path: Path) -> None:
+def test_a_tree_of_another_tokenizer_leaves_no_folder(config: RunConfig, world: dict[str, Path],
+                                                      tmp_path: Path) -> None:
     complete_tree(260, 17).save(tmp_path / "other.safetensors")
     with pytest.raises(TokenizerError):
         go(config, {**world, "tree": tmp_path / "other.safetensors"}, tmp_path / "run")
@@ -204,7 +207,8 @@ def test_a_folder_that_is_no_run_is_left_alone(config: RunConfig, world: dict[st
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_damaged_checkpoint_is_passed_over_and_kept_aside(config: RunConfig, world: dict[str, Path], tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_passed_over_and_kept_aside(config: RunConfig, world: dict[str, Path],
+                                                            tmp_path: Path) -> None:
     out = tmp_path / "run"
     go(config, world, out)
     curve, final = numbers(out), weights(out)

@@ -123,7 +123,7 @@ def test_optimizer_state_of_another_model_is_refused() -> None:
     gradients(model, 0)
     optimizer.step()
     tensors = optimizer_tensors(optimizer, model)
-    with pytest.raises(RunError, match="strange.weight"):
+    with pytest.raises(RunError, match=r"strange\.weight"):
         restore_optimizer(optimizer, model, {**tensors, "exp_avg.strange.weight": torch.zeros(1)})
 
 

@@ -18,7 +18,8 @@ from tdlm.train.plan import complete_tree, matrix_weights, meta_model, plan, pre
 
 SMALL = RunConfig("small", TreeMethod(), backbone=BackboneConfig(blocks=17, width=768, heads=12))
 BASE = RunConfig("base", TreeMethod(), backbone=BackboneConfig(blocks=27, width=1024, heads=16))
-TINY = RunConfig("tiny", TreeMethod(), data=DataConfig(length=32), backbone=BackboneConfig(2, 64, 4, condition_width=16),
+TINY = RunConfig("tiny", TreeMethod(), data=DataConfig(length=32),
+                 backbone=BackboneConfig(2, 64, 4, condition_width=16),
                  train=TrainConfig(steps=10, warmup=0, batch=4, dtype="float32"))
 
 
@@ -55,7 +56,7 @@ def test_flops_agree_with_torchs_own_counter() -> None:
     tree = complete_tree(64, 8)
     model = assemble(TINY, tree, pad_id=None).model
     flops = train_flops(model, TINY)
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # the counter knows plain products only
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):  # it counts products
         hidden = model.hidden(torch.zeros(4, 32, dtype=torch.int64), torch.zeros(4), None)
         model.head.log_probs(hidden.reshape(-1, 64), torch.full((128,), tree.root))
     once_a_sequence = counter.get_flop_counts()["Global"]

@@ -14,7 +14,8 @@ from tdlm.objectives.tree import TreeMethod
 from tdlm.train.plan import complete_tree
 from tdlm.train.step import Trainer, compile_backbone
 
-CONFIG = RunConfig("tiny", TreeMethod(), data=DataConfig(length=6), backbone=BackboneConfig(1, 16, 2, condition_width=8),
+CONFIG = RunConfig("tiny", TreeMethod(), data=DataConfig(length=6),
+                   backbone=BackboneConfig(1, 16, 2, condition_width=8),
                    train=TrainConfig(steps=20, warmup=2, batch=8, lr=0.01, dtype="float32", seed=3))
 
 
@@ -64,7 +65,7 @@ def test_the_first_update_has_rate_zero_and_the_next_ones_move() -> None:
 def test_training_lowers_the_loss() -> None:
     moving = trainer(steps=200, lr=0.02)
     losses = []
-    for step in range(60):
+    for _ in range(60):
         moving.update(batches(0))
         losses.append(moving.read().bound)
     assert sum(losses[-10:]) / 10 < 0.7 * sum(losses[:10]) / 10
