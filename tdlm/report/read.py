@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,11 @@ class Run:
         if self.eval is not None and number(self.eval.get("bound")) is not None:
             return self.eval
         return next((point for point in reversed(self.valid) if number(point.get("bound")) is not None), None)
+
+    @property
+    def argument(self) -> str:
+        """The folder as one writes it on a command line."""
+        return shlex.quote(self.folder)
 
     @property
     def ngrams(self) -> dict[str, float]:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 import math
+import shlex
 import statistics
 from typing import Any
 
@@ -16,6 +17,7 @@ from .text import DASH, duration, esc, fixed, label, plus_minus, short, size, wh
 SHOWN = 4  # samples in view; the others are one click away
 PAD_MODES = {"pack": "no PAD, bounds -log p(x)", "count": "PAD terms counted, real tokens divided by, bounds -log p(x)",
              "given-length": "PAD always visible, bounds -log p(x | length)", "drop": "PAD terms left out, not a bound"}
+ESTIMATORS = {"sampled": "one time per sequence", "count": "one uniform count of masked positions per level"}
 
 
 def missing(what: str, command: str) -> str:
@@ -26,13 +28,13 @@ def headline(run: Run, key: str) -> str:
     """The three figures, and the bound beside models that only count."""
     head = run.headline
     if head is None:
-        return missing("No validation bound yet.", f"tdlm eval {run.folder}")
+        return missing("No validation bound yet.", f"tdlm eval {run.argument}")
     bound, error = number(head.get("bound")) or 0.0, number(head.get("error")) or 0.0
     perplexity = number(head.get("perplexity")) or (math.exp(bound) if bound < 700 else math.inf)
     byte = number(head.get("bits_per_byte"))
     share = error / bound if bound else 0.0
-    pad = str(head.get("pad", ""))
-    leq = "" if pad == "drop" else "\N{LESS-THAN OR EQUAL TO}\N{NARROW NO-BREAK SPACE}"
+    holds = is_bound(head)
+    leq = "" if not holds else "\N{LESS-THAN OR EQUAL TO}\N{NARROW NO-BREAK SPACE}"
     tiles = [("nats per token", leq + plus_minus(bound, error), "bound"),
              ("perplexity", leq + plus_minus(perplexity, error * perplexity, 2), "perplexity"),
              ("bits per byte", DASH if byte is None else leq + plus_minus(byte, byte * share), "bits-per-byte")]
@@ -41,14 +43,18 @@ def headline(run: Run, key: str) -> str:
                     for unit, value, name in tiles)
     warning = ('<p class="warning"><b>Not a bound.</b> PAD mode <code>drop</code> leaves the PAD terms out although '
                "visible PADs give the length away; kept for comparison with published numbers.</p>"
-               if pad == "drop" else "")
+               if not holds else "")
     if run.eval is None:
-        warning += missing("These are from the last validation during training.", f"tdlm eval {run.folder}")
+        warning += missing("These are from the last validation during training.", f"tdlm eval {run.argument}")
     rows = [Bar(f"{name} (counting)", value, css="plain", link=f"{key}-p-{name}") for name, value in run.ngrams.items()]
     rows.append(Bar("this model", bound, error, "own", link=f"{key}-p-bound"))
     rows.sort(key=lambda row: -row.value)
     chart = bars(rows, caption="Nats per token on the same tokens: shorter is better") if run.ngrams else ""
     return f'{_sentence(run, bound, head)}{_protocol(head)}<div class="tiles">{shown}</div>{warning}{chart}'
+
+
+def is_bound(head: dict[str, Any]) -> bool:
+    return head.get("pad") != "drop" and head.get("is_a_bound") is not False
 
 
 def _sentence(run: Run, bound: float, head: dict[str, Any]) -> str:
@@ -70,7 +76,8 @@ def _protocol(head: dict[str, Any]) -> str:
         meaning = PAD_MODES.get(str(head["pad"]))
         items.append(f"PAD mode {words(head['pad'])}" + (f" ({meaning})" if meaning else ""))
     if head.get("estimator") is not None:
-        items.append(f"estimator {words(head['estimator'])}")
+        meaning = ESTIMATORS.get(str(head["estimator"]))
+        items.append(f"estimator {words(head['estimator'])}" + (f" ({meaning})" if meaning else ""))
     if number(head.get("step")) is not None:
         items.append(f"step {whole(head['step'])}")
     text = " \N{MIDDLE DOT} ".join(items)
@@ -80,14 +87,14 @@ def _protocol(head: dict[str, Any]) -> str:
 def training(run: Run, key: str) -> str:
     parts = [bound_figure(run, key), loss_figure(run, key)]
     if not any(parts):
-        return missing("No training curve yet.", f"tdlm train RECIPE --data DIR --tree FILE --out {run.folder}")
+        return missing("No training curve yet.", f"tdlm train RECIPE --data DIR --tree FILE --out {run.argument}")
     return f'<div class="pair">{"".join(parts)}</div>'
 
 
 def levels(run: Run, key: str) -> str:
     drawn = level_bars(run, f"{key}-p-bound") + levels_figures(run, key)
     if not drawn:
-        return missing("No bound per level yet.", f"tdlm eval {run.folder}")
+        return missing("No bound per level yet.", f"tdlm eval {run.argument}")
     return ("<p>The model pays for a word in instalments: first for the group it belongs to, then for the word within "
             f"the group. The instalments add up to the bound.</p>{drawn}")
 
@@ -96,8 +103,8 @@ def tree(run: Run, key: str, facts: list[tuple[str, str]]) -> str:
     """The picture and the shape of the tree."""
     shape = _rows(facts)
     if run.tree_svg is None:
-        file = run.tree_file or "TREE"
-        picture = missing("No picture of the tree.", f"tdlm tree show {file} --picture {run.folder}/tree.svg")
+        file = shlex.quote(str(run.tree_file)) if run.tree_file else "TREE"
+        picture = missing("No picture of the tree.", f"tdlm tree show {file} --picture {run.argument}/tree.svg")
     else:
         drawn = inline_svg(run.tree_svg, f"{key}-tree", title="The tree of tokens")
         picture = f'<figure class="plate">{drawn}</figure>'
@@ -106,7 +113,7 @@ def tree(run: Run, key: str, facts: list[tuple[str, str]]) -> str:
 
 def traces(run: Run, key: str, found: list[Trace]) -> str:
     if not found:
-        return missing("No trace of the denoising.", f"tdlm sample {run.folder} --trace")
+        return missing("No trace of the denoising.", f"tdlm sample {run.argument} --trace")
     return ("<p>Every position starts as a blot that could be any word. Step by step the network decides which "
             "<em>group</em> of words belongs there, then which word of the group. Press play, drag the slider, or use "
             "the space bar and the keys J and L.</p>"
@@ -116,7 +123,7 @@ def traces(run: Run, key: str, found: list[Trace]) -> str:
 def samples(run: Run) -> str:
     """All samples in the order in which they came."""
     if not run.samples:
-        return missing("No samples yet.", f"tdlm sample {run.folder}")
+        return missing("No samples yet.", f"tdlm sample {run.argument}")
     parts = []
     for place, group in enumerate(run.samples):
         items = [_sample(sample) for sample in dicts(group.get("samples"))]
@@ -181,21 +188,23 @@ def facts(run: Run) -> str:
     table = f"<table class=facts>{_rows(rows)}</table>" if rows else ""
     parts = {name: value for name, item in mapping(run.provenance.get("parameters")).items()
              if (value := number(item)) is not None}
+    parts.pop("elsewhere", None)  # a sum of other parts
     total = parts.pop("total", sum(parts.values()))
     chart = bars([Bar(label(name), value, css="plain", text=f"{whole(value)} ({100 * value / (total or 1):.1f}%)")
                   for name, value in sorted(parts.items(), key=lambda item: -item[1]) if value],
                  caption=f"Parameters: {whole(total)} in all") if parts else ""
     return f'<div class="pair">{table}{chart}</div>' if table or chart else missing(
-        "No training record.", f"tdlm train RECIPE --data DIR --tree FILE --out {run.folder}")
+        "No training record.", f"tdlm train RECIPE --data DIR --tree FILE --out {run.argument}")
 
 
 def provenance(run: Run, key: str) -> str:
     """How each number came about; the headline's figures link here."""
     head = run.headline or {}
-    how = {name: head[name] for name in ("step", "estimator", "pad", "tokens", "documents", "bytes") if name in head}
+    names = ("step", "estimator", "repeats", "pad", "tokens", "documents", "bytes")
+    how = {name: head[name] for name in names if name in head}
     text = _dict(how)
-    error = "the error is one Monte-Carlo standard error over noise and rows"
-    kind = "continuous-time bound on -log p" if head.get("pad") != "drop" else "not a bound (PAD mode drop)"
+    error = "the error is one Monte-Carlo standard error, over the noise, on these rows"
+    kind = "continuous-time bound on -log p" if is_bound(head) else "not a bound (PAD mode drop)"
     figures = [("bound", plus_minus(head.get("bound"), head.get("error")), f"nats/token, {kind}; {error}; {text}"),
                ("perplexity", fixed(head.get("perplexity"), 2), "exp(bound)"),
                ("bits-per-byte", fixed(head.get("bits_per_byte")), "bound x tokens / bytes / ln 2")]
@@ -203,6 +212,7 @@ def provenance(run: Run, key: str) -> str:
     figures += [(name, fixed(value), counting) for name, value in run.ngrams.items()]
     rows = "".join(f'<tr id="{key}-p-{name}"><th>{esc(name.replace("-", " "))}</th><td>{value}</td><td>{esc(how)}</td>'
                    "</tr>" for name, value, how in figures)
+    shown = f'<h4>The figures</h4><div class="scroll"><table class="facts figures">{rows}</table></div>' if head else ""
     origins = [("Training", run.provenance)]
     if run.eval is not None:
         origins.append(("Evaluation", mapping(run.eval.get("provenance"))))
@@ -218,7 +228,7 @@ def provenance(run: Run, key: str) -> str:
                     for name, count, digest in run.files)
     config = json.dumps(run.config, indent=2, ensure_ascii=False, sort_keys=False)
     return (f'<details class="provenance" id="{key}-provenance"><summary>Where every number comes from</summary>'
-            f'<h4>The figures</h4><div class="scroll"><table class="facts figures">{rows}</table></div>{tables}'
+            f"{shown}{tables}"
             "<h4>Files this page was made from (xxh3-128)</h4>"
             f'<div class="scroll"><table class="facts">{files}</table></div>'
             f"<h4>Configuration</h4><pre>{esc(config)}</pre></details>")

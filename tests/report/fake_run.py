@@ -152,6 +152,7 @@ def write_fake_run(
             "embedding": 262_144,
             "head": 16_512,
             "conditioning": 49_408,
+            "elsewhere": 328_064,
             "total": 1_121_664,
         },
     }
@@ -183,7 +184,8 @@ def write_fake_run(
             "tokens": 20_738,
             "bytes": 88_335,
             "documents": 3,
-            "estimator": "uniform count of masked positions, 8 draws per row",
+            "estimator": "count",
+            "repeats": 8,
             "pad": pad,
             "step": steps,
             "provenance": {**origin, "command": f"tdlm eval {folder.name}", "seed": 5},
