@@ -8,7 +8,8 @@ Two layouts of a row of S tokens:
 - `document` (the paper's): one document, BOS + text + EOS where the tokenizer has them. A longer one is cropped at
   random, a shorter one padded on the right with PAD. All windows are equally likely, the last one included; the
   reference never takes the last one, so that it never sees the end of a long document (its upper end is exclusive).
-- `packed`: the split's token stream (documents joined by EOS) cut into rows of S; no PAD, the rest at the end is left out.
+- `packed`: the split's token stream (documents joined by EOS) cut into rows of S; no PAD, the rest at the end is
+  left out.
 """
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ class _Items:
         if not self.documents:
             raise DataError(f"{store.folder}: the {split} split is empty; prepare the folder with validation documents")
         if not self.count:
-            raise DataError(f"{store.folder}: the {split} split has {stop - self.first} tokens, fewer than one packed row "
-                            f"of {length}; use a shorter length or the layout 'document'")
+            raise DataError(f"{store.folder}: the {split} split has {stop - self.first} tokens, fewer than one packed "
+                            f"row of {length}; use a shorter length or the layout 'document'")
         self.bos = -1 if store.bos_id is None else store.bos_id
         self.front = int(store.bos_id is not None)
 
@@ -175,7 +176,7 @@ class Prefetch:
                         batch = rows.batch(step, rank, world, micro, micros)
                         if not self._put(Batch(batch.tokens.pin_memory(), batch.rows) if pin else batch):
                             return
-            except BaseException as error:  # noqa: BLE001 - handed to the consumer, which raises it
+            except BaseException as error:  # handed to the consumer, which raises it
                 self._put(error)
             else:
                 self._put(None)

@@ -7,7 +7,7 @@ characters, always in the second half of the limit - so that one endless line ne
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -143,7 +143,7 @@ class Documents:
         if source.kind == "jsonl":
             rows = self._json_lines(source, start)
         elif source.kind == "parquet":
-            rows = _parquet_rows(source, max(start, 0), [self.text_field, self.title_field])
+            rows = _parquet_rows(source, max(start, 0), self.text_field, self.title_field)
         else:
             rows = _hub_rows(source, max(start, 0))
         for record, row in rows:
@@ -200,7 +200,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 40 else text[:37] + "..."
 
 
-def _parquet_rows(source: Source, start: int, fields: Iterable[str | None]) -> Iterator[tuple[int, dict[str, Any]]]:
+def _parquet_rows(source: Source, start: int, text_field: str, title_field: str | None
+                  ) -> Iterator[tuple[int, dict[str, Any]]]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -209,15 +210,15 @@ def _parquet_rows(source: Source, start: int, fields: Iterable[str | None]) -> I
     number = 0
     try:
         with parquet.ParquetFile(Path(source.name).expanduser()) as file:
-            columns = [name for name in file.schema_arrow.names if name in set(fields)]
-            missing = {name: None for name in file.schema_arrow.names} if not columns else {}
+            names = file.schema_arrow.names
+            columns = [name for name in names if name in (text_field, title_field)]
+            if text_field not in names:  # the caller tells which field it misses, and which there are
+                yield start, dict.fromkeys(names)
             for group in range(file.metadata.num_row_groups):
                 count = file.metadata.row_group(group).num_rows
                 if number + count <= start:
                     number += count
                     continue
-                if missing:
-                    yield number, missing  # the caller says which field it misses, and which there are
                 for batch in file.iter_batches(batch_size=128, row_groups=[group], columns=columns):
                     rows = batch.to_pylist() if number + len(batch) > start else []
                     yield from ((number + k, row) for k, row in enumerate(rows) if number + k >= start)

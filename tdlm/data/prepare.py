@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
+from .. import files
 from ..errors import DataError
 from . import shards
-from .documents import LIMIT, Document, Documents
+from .documents import LIMIT, Document, Documents, Position
 from .shards import ShardWriter
 from .sources import OPENWEBTEXT, Source, resolve
 from .tokenizer import Tokenizer, train_bpe
@@ -45,8 +46,9 @@ class Progress:
     resumed: int  # documents that an earlier run had finished
 
 
-def prepare(inputs: Sequence[str | Path], out: str | Path, *, tokenizer: str | Path | Tokenizer = "bpe:4096",
-            valid: float | None = None, valid_inputs: Sequence[str | Path] = (), workers: int | None = None,
+def prepare(inputs: Sequence[str | Path] | str | Path, out: str | Path, *,
+            tokenizer: str | Path | Tokenizer = "bpe:4096", valid: float | None = None,
+            valid_inputs: Sequence[str | Path] | str | Path = (), workers: int | None = None,
             shard_tokens: int = SHARD_TOKENS, text_field: str = "text", limit: int = LIMIT, errors: str = "strict",
             progress: Callable[[Progress], None] | None = None) -> dict[str, Any]:
     """Write the folder `out` (or find it already written) and return its manifest.
@@ -54,11 +56,12 @@ def prepare(inputs: Sequence[str | Path], out: str | Path, *, tokenizer: str | P
     `tokenizer`: a Tokenizer, a tokenizer.json, `bytes`, or `bpe:SIZE` to train one. `valid`: the last documents as
     validation, as a number or a fraction (default 0.01; OpenWebText: 100,000); or `valid_inputs`.
     """
-    inputs, valid_inputs = _sequence(inputs), _sequence(valid_inputs)
-    train_sources, valid_sources = resolve(inputs), resolve(valid_inputs) if valid_inputs else []
+    inputs, held_out = _sequence(inputs), _sequence(valid_inputs)
+    train_sources, valid_sources = resolve(inputs), resolve(held_out) if held_out else []
     job = _Job(train_sources, valid_sources, Path(out).expanduser(), tokenizer,
                _checked_valid(valid, train_sources, valid_sources), _positive(shard_tokens, "shard_tokens"),
                text_field, limit, errors)
+    job.reader()  # says what is wrong with its settings before anything is written
     if (done := job.finished(job.out)) is not None:
         return done
     partial = job.out.with_name(job.out.name + ".partial")
@@ -69,11 +72,11 @@ def prepare(inputs: Sequence[str | Path], out: str | Path, *, tokenizer: str | P
                 return done
             return _Run(job, partial, workers, progress).run()
     except OSError as error:
-        raise DataError(f"{error.filename or partial}: cannot be written ({error.strerror or error}); mend it, or choose "
-                        "another --out; the same command continues where it stopped") from error
+        raise DataError(f"{error.filename or partial}: cannot be written ({error.strerror or error}); mend it, or "
+                        "choose another --out; the same command continues where it stopped") from error
 
 
-def _sequence(given: Sequence[str | Path]) -> list[str | Path]:
+def _sequence(given: Sequence[str | Path] | str | Path) -> list[str | Path]:
     return [given] if isinstance(given, str | Path) else list(given)
 
 
@@ -86,7 +89,7 @@ def _positive(value: int, name: str) -> int:
 def _checked_valid(valid: float | None, train: list[Source], held_out: list[Source]) -> float | None:
     if held_out:
         if valid is not None:
-            raise DataError("either valid (a number or fraction of the documents) or valid_inputs is expected, got both")
+            raise DataError("either valid (a number or fraction of documents) or valid_inputs is expected, not both")
         return None
     if valid is None:
         return _PAPER_VALID if any(source.name.startswith(f"hf:{OPENWEBTEXT}") for source in train) else _VALID
@@ -124,6 +127,10 @@ class _Job:
                 "shard_tokens": self.shard_tokens, "text_field": self.text_field, "limit": self.limit,
                 "errors": self.errors, "sources": sources}
 
+    def reader(self, sources: Sequence[Source] = (), after: Position | None = None) -> Documents:
+        return Documents(sources or [*self.train, *self.held_out], text_field=self.text_field, limit=self.limit,
+                         errors=self.errors, after=after)
+
     def given_tokenizer(self) -> Tokenizer | None:
         """None where one has to be trained."""
         if isinstance(self.tokenizer, Tokenizer):
@@ -143,8 +150,8 @@ class _Job:
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(f"{path}: damaged ({error}); delete {folder} and prepare it again") from error
         if found := shards.differences(was, self.settings(self.given_tokenizer())):
-            raise DataError(f"{folder}: already prepared with other settings ({'; '.join(found)}); choose another --out, "
-                            "or delete this folder first")
+            raise DataError(f"{folder}: already prepared with other settings ({'; '.join(found)}); choose another "
+                            "--out, or delete this folder first")
         return manifest
 
 
@@ -161,11 +168,15 @@ class _Run:
         if not (self.partial / shards.JOURNAL).exists() and (manifest := self.job.finished(self.partial)) is not None:
             self._publish()  # killed between the last two steps
             return manifest
+        for unfinished in self.partial.glob(".*.tmp"):  # of a file that was being replaced when we were killed
+            unfinished.unlink()
         given = self.job.given_tokenizer()
         settings = self.job.settings(given)
         journal = self._journal(settings)
         writer: ShardWriter | None = None
         try:
+            if self.job.held_out and next(iter(self.job.reader(self.job.held_out)), None) is None:
+                raise DataError("no text was found in the validation files; give other files")
             tokenizer = self._tokenizer(given)
             if not journal:
                 tokenizer.save(self.partial / shards.TOKENIZER)
@@ -177,18 +188,18 @@ class _Run:
         except BaseException:
             if writer is not None:
                 writer.close()
-            if writer is None or not writer.journal["shards"]:
+            if not (writer.journal if writer is not None else journal).get("shards"):
                 shutil.rmtree(self.partial, ignore_errors=True)  # nothing there that would save work
             raise
-        shards.write_json(self.partial / shards.MANIFEST, manifest)
+        files.write_json(self.partial / shards.MANIFEST, manifest)
         (self.partial / shards.JOURNAL).unlink()
         self._publish()
         return manifest
 
     def _publish(self) -> None:
-        shards.sync_folder(self.partial)
+        files.sync(self.partial)
         os.rename(self.partial, self.job.out)
-        shards.sync_folder(self.job.out.parent)
+        files.sync(self.job.out.parent)
 
     def _journal(self, settings: dict[str, Any]) -> dict[str, Any]:
         path = self.partial / shards.JOURNAL
@@ -216,8 +227,7 @@ class _Run:
     def _write(self, writer: ShardWriter, tokenizer: Tokenizer) -> None:
         job = self.job
         resumed, yielded = writer.documents, 0
-        reader = Documents([*job.train, *job.held_out], text_field=job.text_field, limit=job.limit, errors=job.errors,
-                           after=writer.position)
+        reader = job.reader(after=writer.position)
         pairs = tokenized(reader, tokenizer, self.workers)
         alone = bool(job.valid) and not writer.documents
         with contextlib.closing(pairs):
@@ -236,18 +246,19 @@ class _Run:
         self.told = now
         known = reader.bytes_total and all(source.kind != "hub" for source in reader.sources)
         fraction = 1.0 if last else min(1.0, reader.bytes_read() / reader.bytes_total) if known else None
-        self.progress(Progress(writer.documents, writer.tokens, writer.text_bytes, fraction, now - self.started, resumed))
+        self.progress(Progress(writer.documents, writer.tokens, writer.text_bytes, fraction, now - self.started,
+                               resumed))
 
     def _manifest(self, writer: ShardWriter, tokenizer: Tokenizer, settings: dict[str, Any]) -> dict[str, Any]:
         """The last files, and what the folder holds. Nothing in it depends on when or how the text was prepared."""
         train = _train_documents(writer, self.job)
         starts = np.fromfile(self.partial / shards.STARTS, dtype=np.uint64, count=writer.documents)
         starts = np.append(starts, np.uint64(writer.tokens))
-        shards.write_synced(self.partial / shards.STARTS, starts.tobytes())
+        files.write_bytes(self.partial / shards.STARTS, starts.tobytes())
         stop = int(starts[train])
         counts = shards.count_tokens(self.partial, writer.journal["shards"], writer.dtype, tokenizer.size, stop)
-        shards.write_synced(self.partial / shards.COUNTS, counts.tobytes())
-        files = {name: {"size": (self.partial / name).stat().st_size, "hash": shards.file_hash(self.partial / name)}
+        files.write_bytes(self.partial / shards.COUNTS, counts.tobytes())
+        written = {name: {"size": (self.partial / name).stat().st_size, "hash": files.file_hash(self.partial / name)}
                  for name in (shards.STARTS, shards.COUNTS, shards.TOKENIZER)}
         sources = [{**source, "documents": documents}
                    for source, documents in zip(settings["sources"], writer.by_source, strict=True)]
@@ -256,7 +267,7 @@ class _Run:
                 "documents": writer.documents, "tokens": writer.tokens, "text_bytes": writer.text_bytes,
                 "empty_documents_skipped": writer.empty,
                 "splits": {"train": [0, train], "valid": [train, writer.documents]},
-                "shards": writer.journal["shards"], "files": files, "sources": sources, "settings": settings}
+                "shards": writer.journal["shards"], "files": written, "sources": sources, "settings": settings}
 
 
 def _cores() -> int:
@@ -268,7 +279,8 @@ def _train_documents(writer: ShardWriter, job: _Job) -> int:
     total = writer.documents
     if not total:
         raise DataError(f"no text was found in {', '.join(source.name for source in job.train[:3])}"
-                        f"{' and others' if len(job.train) > 3 else ''} ({writer.empty} empty documents); give other files")
+                        f"{' and others' if len(job.train) > 3 else ''} ({writer.empty} empty documents); give other "
+                        "files")
     if job.held_out:
         train = sum(writer.by_source[:len(job.train)])
         if not 0 < train < total:
@@ -276,8 +288,8 @@ def _train_documents(writer: ShardWriter, job: _Job) -> int:
         return train
     aside = _aside(job.valid or 0, total)
     if aside >= total:
-        raise DataError(f"the corpus has {total} documents, setting aside {aside} for validation leaves none to train on;"
-                        " ask for fewer (--valid), or give more text")
+        raise DataError(f"the corpus has {total} documents, setting aside {aside} for validation leaves none to train "
+                        "on; ask for fewer (--valid), or give more text")
     return total - aside
 
 
@@ -315,7 +327,7 @@ def _training_texts(job: _Job) -> list[str]:
     small enough to see where they begin."""
     texts: list[str] = []
     size = 0
-    for document in Documents(job.train, text_field=job.text_field, limit=job.limit, errors=job.errors):
+    for document in job.reader(job.train):
         texts.append(document.text)
         size += document.size
         if size >= BPE_BYTES:

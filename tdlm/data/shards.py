@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import json
 import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 import xxhash
 
+from .. import files
 from ..errors import DataError
 from .documents import Position
 
@@ -27,37 +27,6 @@ MANIFEST, JOURNAL, STARTS, COUNTS, TOKENIZER = (
 
 def shard_name(number: int) -> str:
     return f"shard-{number:05d}.bin"
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def write_synced(path: Path, data: bytes) -> None:
-    """Replace a file atomically and durably."""
-    beside = path.with_name(path.name + ".new")
-    with open(beside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-    sync_folder(path.parent)
-
-
-def write_json(path: Path, value: Any) -> None:
-    write_synced(path, (json.dumps(value, indent=1, ensure_ascii=False) + "\n").encode())
-
-
-def file_hash(path: Path) -> str:
-    digest = xxhash.xxh3_128()
-    with open(path, "rb") as file:
-        while piece := file.read(1 << 22):
-            digest.update(piece)
-    return digest.hexdigest()
 
 
 def differences(was: dict[str, Any], now: dict[str, Any]) -> list[str]:
@@ -88,6 +57,8 @@ def locked(folder: Path) -> Iterator[None]:
         except BlockingIOError:
             raise DataError(f"{folder}: another process is preparing this folder right now; wait for it, or choose "
                             "another --out") from None
+        if not folder.exists() or not os.path.samestat(os.fstat(handle), folder.stat()):
+            raise DataError(f"{folder}: another process has just finished with this folder; run the command again")
         yield
     finally:
         os.close(handle)
@@ -166,7 +137,7 @@ class ShardWriter:
         self.journal = {**self.journal, "shards": [*self.journal["shards"], shard], "documents": self.documents,
                         "tokens": self.tokens, "text_bytes": self.text_bytes, "empty": self.empty,
                         "position": self.position, "by_source": list(self.by_source)}
-        write_json(self.folder / JOURNAL, self.journal)
+        files.write_json(self.folder / JOURNAL, self.journal)
 
     def finish(self) -> dict[str, Any]:
         """Close the last shard; the journal now tells everything."""

@@ -62,7 +62,7 @@ def resolve(inputs: Sequence[str | Path | Source]) -> list[Source]:
             name = f"hf:{OPENWEBTEXT}"
         if name.startswith("hf:"):
             if not _HUB_NAME.fullmatch(name[3:]):
-                raise DataError(f"{name}: hf:OWNER/NAME, hf:OWNER/NAME:CONFIG or hf:OWNER/NAME:CONFIG:SPLIT is expected")
+                raise DataError(f"{name}: expected is hf:OWNER/NAME, or with :CONFIG or :CONFIG:SPLIT behind it")
             found.append(Source(name, "hub"))
         elif path.is_dir():
             files = sorted(one for one in path.rglob("*") if one.is_file() and _kind(one)

@@ -14,7 +14,8 @@ import numpy as np
 import xxhash
 
 from ..errors import DataError, TokenizerError
-from .shards import COUNTS, FORMAT, MANIFEST, STARTS, TOKENIZER, file_hash
+from ..files import file_hash
+from .shards import COUNTS, FORMAT, MANIFEST, STARTS, TOKENIZER
 from .tokenizer import Tokenizer
 
 
@@ -77,8 +78,9 @@ class TokenStore:
     def fingerprint(self) -> str:
         """A hash of the tokens, the tokenizer and the splits: equal for equal data, wherever it lies."""
         manifest = self.manifest
-        content = [manifest["tokenizer"], manifest["dtype"], manifest["splits"],
-                   [(shard["tokens"], shard["hash"]) for shard in manifest["shards"]], manifest["files"][STARTS]["hash"]]
+        shards = [(shard["tokens"], shard["hash"]) for shard in manifest["shards"]]
+        content = [manifest["tokenizer"], manifest["dtype"], manifest["splits"], shards,
+                   manifest["files"][STARTS]["hash"]]
         return xxhash.xxh3_128_hexdigest(json.dumps(content, sort_keys=True).encode())
 
     def documents(self, split: str) -> range:
