@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import shlex
 import signal
 import sys
@@ -59,7 +60,8 @@ def train(config: RunConfig, *, data: Path | str, tree: Path | str, out: Path | 
                             device=chosen)
         if old is None:
             folder.create(out, config.to_json(), provenance(
-                chosen, command=command, **identity, parameters=count_parameters(assembly.model)))
+                chosen, command=command, data=os.path.relpath(data, out), **identity,
+                parameters=count_parameters(assembly.model)))
         folder.keep_copies(out, tree, identity["tree_hash"], store.tokenizer.save)
         sitting = Sitting(config, out, store, assembly, chosen, progress, command)
         sitting.resume(old)

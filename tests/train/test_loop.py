@@ -93,6 +93,7 @@ def test_a_whole_run(config: RunConfig, world: dict[str, Path], tmp_path: Path) 
     assert RunConfig.from_json(made["config"]) == config == folder.read_config(out)
     facts = made["provenance"]
     assert facts["command"] == "tdlm train tiny" and facts["parameters"]["total"] > 0 and facts["versions"]["torch"]
+    assert (out / facts["data"]).resolve() == world["data"].resolve()
     assert {"data_fingerprint", "tokenizer_hash", "tree_hash", "device", "started", "commit"} <= set(facts)
     store = TokenStore(world["data"])
     assert Tree.load(out / "tree.safetensors", store.tokenizer.hash).branching == 17
