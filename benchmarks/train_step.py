@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import os
 import statistics
 import tempfile
 import time
@@ -114,8 +115,10 @@ def heads(config: RunConfig, assembly: Assembly, rows: TrainRows, device: torch.
     hidden = torch.randn(len(parent), config.backbone.width, device=device, requires_grad=True)
     dense = torch.nn.Linear(config.backbone.width, tree.size, device=device)
 
+    nll: Callable[..., torch.Tensor] = model.head.nll  # type: ignore[assignment]
+
     def ours() -> None:
-        model.head.nll(hidden, parent, slot).mean().backward()
+        nll(hidden, parent, slot).mean().backward()
 
     def theirs() -> None:
         F.cross_entropy(dense(hidden).float(), target).backward()
@@ -189,11 +192,12 @@ def main() -> None:
     config, device = recipe(chosen.recipe), choose_device(chosen.device)
     if chosen.batch:
         config = replace(config, train=replace(config.train, batch=chosen.batch, micro_batch=None))
+    load = [round(value, 2) for value in os.getloadavg()]  # other work on the machine would spoil the figures
     with tempfile.TemporaryDirectory() as folder:
         store = TokenStore(chosen.data) if chosen.data else demo_store(Path(folder))
         result = measure(config, store, chosen.branching, device, chosen.updates, chosen.repeats, chosen.compile)
     result |= {"recipe": chosen.recipe, "updates": chosen.updates, "repeats": chosen.repeats,
-               "config": config.to_json(), "provenance": provenance(device)}
+               "load_average_before": load, "config": config.to_json(), "provenance": provenance(device)}
     write_json(chosen.out, result)
     print(json.dumps({name: value for name, value in result.items() if name not in ("config", "provenance")}, indent=1))
 

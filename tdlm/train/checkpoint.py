@@ -80,13 +80,12 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], stat
         _write(beside, step, tensors, state)
         os.rename(beside, final)
         sync(folder)
+        for old in checkpoints(run)[:-keep] if keep is not None else ():
+            _discard(old)
     except OSError as error:
         shutil.rmtree(beside, ignore_errors=True)
         raise RunError(f"cannot write the checkpoint {final} ({error.strerror or error}); "
                        "make room or check the permissions, then run the same command again") from None
-    if keep is not None:
-        for old in checkpoints(run)[:-keep]:
-            _discard(old)
     return final
 
 

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tdlm.assemble import assemble
 from tdlm.config import BackboneConfig, DataConfig, RunConfig, TrainConfig
 from tdlm.errors import ConfigError
+from tdlm.model.head import PerLevel, Tied
 from tdlm.objectives.tree import TreeMethod
 from tdlm.rng import Draws
 from tdlm.train.plan import complete_tree, matrix_weights, meta_model, plan, predicted_memory, train_flops
@@ -100,6 +102,13 @@ def test_a_given_tree_is_used() -> None:
     result = plan(TINY, tree=complete_tree(100, 10))
     assert result["tree"] == {"source": "file", "tokens": 100, "branching": 10, "height": 2, "internal_nodes": 11,
                               "nodes": 111, "embedding_rows": 128}
+
+
+@pytest.mark.parametrize("head", [Tied(), PerLevel()])
+def test_every_head_is_counted(head: Any) -> None:
+    counts = plan(replace(TINY, method=TreeMethod(head=head)), vocabulary=100, branching=10)["parameters"]
+    assert counts["head"] == (128 if isinstance(head, Tied) else 2 * 65 * 10)
+    assert counts["total"] == sum(counts[part] for part in ("blocks", "embedding", "conditioning", "final", "head"))
 
 
 def test_nothing_random_is_touched() -> None:
