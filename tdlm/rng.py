@@ -7,8 +7,8 @@ torch as it does in C.
 """
 from __future__ import annotations
 
-import xxhash
 import torch
+import xxhash
 from torch import Tensor
 
 

@@ -73,16 +73,16 @@ class NoCondition(nn.Module):
 
 
 def rotary(length: int, width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """cos and sin (S, width) of the rotary embedding, float32."""
+    """cos and sin (S, width / 2) of the rotary embedding, float32."""
     frequency = 1e4 ** (-torch.arange(0, width, 2, device=device, dtype=torch.float32) / width)
     angle = torch.outer(torch.arange(length, device=device, dtype=torch.float32), frequency)
-    angle = torch.cat([angle, angle], dim=-1)
     return angle.cos(), angle.sin()
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    left, right = x.chunk(2, dim=-1)
-    return (x.float() * cos + torch.cat([-right, left], dim=-1).float() * sin).to(x.dtype)
+    """Turn the pairs (x_i, x_{i + width/2}) by their angles."""
+    left, right = x.float().chunk(2, dim=-1)
+    return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
 
 
 class Block(nn.Module):
@@ -99,8 +99,9 @@ class Block(nn.Module):
         shift_a, scale_a, gate_a, shift_m, scale_m, gate_m = self.modulation(condition)[:, None].chunk(6, dim=-1)
         B, S, d = x.shape
         h = modulate(self.attention_norm(x), shift_a, scale_a)
-        q, k, v = self.qkv(h).view(B, S, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        h = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v)
+        qkv = self.qkv(h).view(B, S, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        q, k = rotate(qkv[:2], cos, sin)
+        h = F.scaled_dot_product_attention(q, k, qkv[2])
         x = x + gate_a * self.attention_out(h.transpose(1, 2).reshape(B, S, d))
         h = modulate(self.mlp_norm(x), shift_m, scale_m)
         return x + gate_m * self.mlp_out(F.gelu(self.mlp_in(h), approximate="tanh"))

@@ -9,9 +9,9 @@ import math
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+import torch
 from jaxtyping import Float
 from torch import Tensor
-import torch
 
 from ..errors import ConfigError
 from ..registry import register

@@ -11,8 +11,8 @@ pure function of (seed, sample number, step), so a sample does not depend on the
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from jaxtyping import Float, Int

@@ -1,7 +1,7 @@
 """Which times a sampler visits: steps shared out over levels, or any grid of times from 1 to 0."""
 from __future__ import annotations
 
-from typing import Sequence
+from collections.abc import Sequence
 
 from ..errors import SampleError
 from ..process import Process

@@ -1,0 +1,117 @@
+"""What the command line shows a person: progress while something runs, and results as a few lines. All on stderr but
+the results. Without a terminal progress is a plain line now and then."""
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+QUIET_SECONDS = 10.0
+"""Without a terminal: at most one progress line in so many seconds."""
+
+
+class Ticker:
+    """One line that is rewritten on a terminal, and printed rarely elsewhere."""
+
+    def __init__(self) -> None:
+        self.live = sys.stderr.isatty()
+        self.last = time.monotonic() - (QUIET_SECONDS - 1 if not self.live else 1)
+        self.width = 0
+
+    def show(self, line: str) -> None:
+        now = time.monotonic()
+        if now - self.last < (0.1 if self.live else QUIET_SECONDS):
+            return
+        self.last = now
+        if self.live:
+            sys.stderr.write("\r" + line.ljust(self.width))
+            self.width = len(line)
+        else:
+            sys.stderr.write(line + "\n")
+        sys.stderr.flush()
+
+    def clear(self) -> None:
+        if self.live and self.width:
+            sys.stderr.write("\r" + " " * self.width + "\r")
+            sys.stderr.flush()
+
+
+@contextlib.contextmanager
+def counter(what: str) -> Iterator[Callable[[int, int], None]]:
+    """Progress of something with a known number of parts: `with counter("evaluate") as tell: tell(done, of)`."""
+    ticker, started = Ticker(), time.monotonic()
+
+    def tell(done: int, of: int) -> None:
+        left = (time.monotonic() - started) / max(done, 1) * (of - done)
+        ticker.show(f"{what} {done}/{of} ({100 * done // max(of, 1)}%), {left:.0f} s left")
+
+    try:
+        yield tell
+    finally:
+        ticker.clear()
+
+
+def prepare_line() -> Callable[[Any], None]:
+    """The progress of `prepare` as one line."""
+    ticker = Ticker()
+
+    def tell(progress: Any) -> None:
+        share = "" if progress.fraction is None else f" ({100 * progress.fraction:.0f}%)"
+        speed = progress.tokens / progress.seconds if progress.seconds > 0 and not progress.resumed else None
+        rate = "" if speed is None else f", {speed / 1e6:.2f}M tokens/s"
+        ticker.show(f"prepare: {progress.documents:,} documents, {progress.tokens:,} tokens{share}{rate}")
+        if progress.fraction == 1.0:
+            ticker.clear()
+
+    return tell
+
+
+def show_bound(result: dict[str, Any]) -> None:
+    """The published number and what stands beside it."""
+    mark = "<=" if result["is_a_bound"] else "(not a bound)"
+    levels = result["levels"]
+    print(f"bound   {result['bound']:.4f} nats/token, Monte-Carlo error {result['error']:.4f}")
+    print(f"        perplexity {mark} {result['perplexity']:.2f}" +
+          (f", {result['bits_per_byte']:.4f} bits/byte" if "bits_per_byte" in result else ""))
+    for level in range(len(levels) - 1, -1, -1):
+        name = "root" if level == len(levels) - 1 else "leaf" if level == 0 else f"level {level}"
+        print(f"  {name:8s}{levels[level]:.4f}  error {result['level_errors'][level]:.4f}")
+    for name, value in result["ngrams"].items():
+        print(f"{name:8s}{value:.4f} nats/token  ({value - result['bound']:+.3f} beside the bound)")
+    print(f"on {result['tokens']:,} real tokens in {result['documents']:,} rows, split {result['split']}, layout "
+          f"{result['layout']}, PAD mode {result['pad']}, estimator {result['estimator']} x {result['repeats']}, "
+          f"weights of step {result['step']:,}")
+
+
+def show_plan(plan: dict[str, Any]) -> None:
+    """A dry run as a short table."""
+    parts, tree, memory, logits = plan["parameters"], plan["tree"], plan["memory"], plan["logits"]
+    print(f"{plan['name']}: tree of {tree['tokens']:,} tokens, K={tree['branching']}, H={tree['height']}, "
+          f"{tree['nodes']:,} nodes ({tree['source']})")
+    print(f"parameters  {parts['total'] / 1e6:.2f}M: blocks {parts['blocks'] / 1e6:.2f}M, elsewhere "
+          f"{parts['elsewhere'] / 1e6:.2f}M (embedding {parts['embedding'] / 1e6:.2f}M, head {parts['head'] / 1e6:.2f}M)")
+    print(f"FLOPs/token forward {plan['flops_per_token']['forward'] / 1e6:.0f}M, training {plan['flops_per_token']['train'] / 1e6:.0f}M")
+    print(f"logits      {_size(logits['tree'])} for {logits['micro_batch']} sequences; a dense head over the vocabulary "
+          f"{_size(logits['dense'])} ({logits['ratio']:.0f} x)")
+    print(f"memory      {_size(memory['total'])} at micro-batch {logits['micro_batch']}: {_size(memory['fixed'])} fixed, "
+          f"{_size(memory['per_sequence'])} a sequence")
+    training = plan["training"]
+    print(f"training    {training['steps']:,} steps x {training['batch']} x {training['length']} = "
+          f"{training['token_positions'] / 1e9:.2f}B token positions")
+    for chip in plan["time"]["chips"]:
+        fits = f"micro-batch up to {chip['largest_micro_batch']}" if chip.get("largest_micro_batch") else "does not fit"
+        print(f"  {chip['chip']:12s} {_hours(chip['hours']):>10s} at {100 * plan['time']['assumed_mfu']:.0f}% of peak, {fits}")
+
+
+def _size(count: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if count < 1024 or unit == "GiB":
+            return f"{count:.1f} {unit}" if unit != "B" else f"{count:.0f} B"
+        count /= 1024
+    return ""
+
+
+def _hours(hours: float) -> str:
+    return f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
