@@ -17,7 +17,8 @@ torch.manual_seed(0)
 HERE = Path(__file__).resolve().parent.parent
 
 # --- text: the characters of three novels -------------------------------------------------------------------------------
-text = " ".join(json.loads(line)["text"] for line in lzma.open(HERE / "tdlm/assets/novels.train.jsonl.xz", "rt"))
+with lzma.open(HERE / "tdlm/assets/novels.train.jsonl.xz", "rt") as novels:
+    text = " ".join(json.loads(line)["text"] for line in novels)
 text = " ".join("".join(c if c in "abcdefghijklmnopqrstuvwxyz ,.;'\"!?-" else " " for c in text.lower()).split())
 letters = sorted(set(text))
 data = torch.tensor([letters.index(c) for c in text])
@@ -90,7 +91,8 @@ def main(steps=600, batch=64):
     optimizer = torch.optim.AdamW(network.parameters(), lr=2e-3, betas=(0.9, 0.99))
     counts = torch.bincount(data, minlength=V).double()
     unigram = -(counts / counts.sum() * (counts / counts.sum()).log()).sum()
-    uniform = math.log(len(classes)) + sum(math.log(len(children[int(p) - V])) * float(c) for p, c in zip(parent, counts)) / len(data)
+    in_class = torch.tensor([math.log(len(children[p - V])) for p in parent.tolist()], dtype=torch.float64)
+    uniform = math.log(len(classes)) + float((in_class * counts).sum() / len(data))
     print(f"{len(data):,} characters; a uniform choice of children costs {uniform:.3f} nats a character, unigram {unigram:.3f}")
     running = 0.0
     for step in range(1, steps + 1):

@@ -81,6 +81,8 @@ class TreeBuild:
     """A tokenizer.json, when there is no --data (needs --vectors or --method random)."""
     vectors: Text = None
     """Token vectors: corpus (default), an array (.npy .npz .safetensors), or a checkpoint folder or hf:MODEL."""
+    tensor: Text = None
+    """Which tensor of a checkpoint is the input embedding, when its name is not one of the usual ones."""
     branching: int = 512
     """K: the most children a node may have."""
     min_ratio: float = 0.8
@@ -108,7 +110,8 @@ class TreeBuild:
         tree, description = build_from(
             data=self.data, tokenizer=self.tokenizer, vectors=self.vectors, branching=self.branching,
             min_ratio=self.min_ratio, max_ratio=self.max_ratio, height=self.height, max_depth=self.max_depth,
-            complete=self.complete, method=self.method, metric=self.metric, seed=self.seed, device=self.device, say=say)
+            complete=self.complete, method=self.method, metric=self.metric, seed=self.seed, device=self.device,
+            tensor=self.tensor, say=say)
         tree.save(self.out)
         say(f"{self.out}: height {tree.height}, {tree.size:,} tokens, {tree.nodes - tree.size:,} inner nodes; "
             f"look at it: tdlm tree show {self.out}")
@@ -325,6 +328,8 @@ class Report:
     def run(self) -> dict[str, Any]:
         from .report import write_report
 
+        if not self.paths:
+            raise ConfigError("give at least one run folder: tdlm report RUN...")
         page = write_report(list(self.paths), self.out or self.paths[0] / "report.html")
         say(f"{page}: open it in a browser")
         return {"report": str(page)}

@@ -92,7 +92,8 @@ def show_plan(plan: dict[str, Any]) -> None:
           f"{tree['nodes']:,} nodes ({tree['source']})")
     print(f"parameters  {parts['total'] / 1e6:.2f}M: blocks {parts['blocks'] / 1e6:.2f}M, elsewhere "
           f"{parts['elsewhere'] / 1e6:.2f}M (embedding {parts['embedding'] / 1e6:.2f}M, head {parts['head'] / 1e6:.2f}M)")
-    print(f"FLOPs/token forward {plan['flops_per_token']['forward'] / 1e6:.0f}M, training {plan['flops_per_token']['train'] / 1e6:.0f}M")
+    flops = plan["flops_per_token"]
+    print(f"FLOPs/token forward {flops['forward'] / 1e6:.0f}M, training {flops['train'] / 1e6:.0f}M")
     print(f"logits      {_size(logits['tree'])} for {logits['micro_batch']} sequences; a dense head over the vocabulary "
           f"{_size(logits['dense'])} ({logits['ratio']:.0f} x)")
     print(f"memory      {_size(memory['total'])} at micro-batch {logits['micro_batch']}: {_size(memory['fixed'])} fixed, "

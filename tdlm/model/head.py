@@ -111,17 +111,11 @@ class TiedHead(_Head):
         flat = kids[real]
         # one gather for all groups: the backward pass then scatters into the table once, not once a parent
         rows = F.embedding(flat, self._embedding[0].weight).to(hidden.dtype)
-        offset = self.bias[flat].float() if self.bias is not None else None
+        offset = torch.zeros_like(flat, dtype=torch.float32) if self.bias is None else self.bias[flat].float()
         widths = real.sum(1).tolist()
-        sizes = sizes.tolist()
-        groups = zip(hidden[order].split(sizes), rows.split(widths), offset.split(widths) if offset is not None else [None] * len(widths))
-        parts = [F.pad(self._score(h, r, b), (0, self.branching - len(r))) for h, r, b in groups]
+        groups = zip(hidden[order].split(sizes.tolist()), rows.split(widths), offset.split(widths))
+        parts = [F.pad((h @ r.T).float() + b, (0, self.branching - len(r))) for h, r, b in groups]
         return torch.cat(parts)[torch.argsort(order)]
-
-    @staticmethod
-    def _score(hidden: Tensor, rows: Tensor, bias: Tensor | None) -> Tensor:
-        logits = (hidden @ rows.T).float()
-        return logits if bias is None else logits + bias
 
 
 @register("shared")

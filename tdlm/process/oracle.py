@@ -117,7 +117,7 @@ class Chain:
 
     def predicted(self, place: tuple[int, int], children: Tensor, t: float) -> Tensor:
         """q_t(. | x_theta) as seen from a place: its predicted children mixed, and the shared path above it."""
-        height, node = place
+        height = place[0]
         occupancy = torch.zeros(self.tree.height + 1, dtype=FLOAT)
         token_row = self.marginal(t)[0]
         for (h, _), mass in zip(self.places, token_row):

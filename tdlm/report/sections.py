@@ -104,7 +104,7 @@ def tree(run: Run, key: str, facts: list[tuple[str, str]]) -> str:
     shape = _rows(facts)
     if run.tree_svg is None:
         file = shlex.quote(str(run.tree_file)) if run.tree_file else "TREE"
-        picture = missing("No picture of the tree.", f"tdlm tree show {file} --picture {run.argument}/tree.svg")
+        picture = missing("No picture of the tree.", f"tdlm tree show {file} --svg {run.argument}/tree.svg")
     else:
         drawn = inline_svg(run.tree_svg, f"{key}-tree", title="The tree of tokens")
         picture = f'<figure class="plate">{drawn}</figure>'

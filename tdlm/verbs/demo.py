@@ -38,7 +38,8 @@ def demo(out: Path, *, minutes: float, say: Callable[[str], None]) -> dict[str, 
     data, tree_file = out / "data", out / "tree.safetensors"
     say("1/6 prepare: three novels -> tokens")
     assets = resources.files("tdlm") / "assets"
-    with resources.as_file(assets / "novels.train.jsonl.xz") as text, resources.as_file(assets / "novels.valid.jsonl.xz") as held:
+    with (resources.as_file(assets / "novels.train.jsonl.xz") as text,
+          resources.as_file(assets / "novels.valid.jsonl.xz") as held):
         manifest = prepare([text], data, tokenizer=f"bpe:{VOCABULARY}", valid_inputs=[held])
     say(f"    {manifest['tokens']:,} tokens of a vocabulary of {manifest['vocabulary']:,}")
     say("2/6 tree: how the novels use their tokens decides who is whose sibling")
@@ -56,7 +57,8 @@ def demo(out: Path, *, minutes: float, say: Callable[[str], None]) -> dict[str, 
     say("5/6 sample, continue a prompt, fill gaps")
     free = sample_run(run, Request(count=4, steps=128, trace=True, temperature=0.8), say=lambda line: None)
     more = sample_run(run, Request(count=2, prompt=PROMPT, steps=128, trace=True, temperature=0.8), say=lambda line: None)
-    filled = sample_run(run, Request(count=3, infill=INFILL, gap=4, steps=64, trace=True, temperature=0.8), say=lambda line: None)
+    filled = sample_run(run, Request(count=3, infill=INFILL, gap=4, steps=64, trace=True, temperature=0.8),
+                        say=lambda line: None)
     page = write_report([out / "run"], out / "report.html")
     say("6/6 report")
     _show(bound, free, more, filled)
@@ -97,7 +99,7 @@ def _seconds_per_step(data: Path, tree_file: Path) -> float:
     for step in range(WARM_UP + TIMED):
         if step == WARM_UP:
             started = time.perf_counter()
-        trainer.step(iter([rows.batch(step)]))
+        trainer.update([rows.batch(step)])
     return (time.perf_counter() - started) / TIMED
 
 
@@ -111,5 +113,5 @@ def _show(bound: dict[str, Any], free: dict[str, Any], more: dict[str, Any], fil
     print("filled gaps:")
     for sample in filled["samples"]:
         end = max(stop for start, stop, kind in sample["spans"] if kind == "given")
-        print("  " + "".join(f"[{sample['text'][a:b]}]" if kind == "made" else sample["text"][a:b]
-                             for a, b, kind in sample["spans"] if b <= end).replace("\n", " "))
+        pieces = [(sample["text"][a:b], kind) for a, b, kind in sample["spans"] if b <= end]
+        print("  " + "".join(f"[{text}]" if kind == "made" else text for text, kind in pieces).replace("\n", " "))

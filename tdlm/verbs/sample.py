@@ -93,7 +93,9 @@ def given_tokens(run: Run, request: Request, length: int) -> Tensor:
             raise SampleError("give either --prompt or --infill, not both")
         if GAP not in request.infill:
             raise SampleError(f"--infill needs at least one gap {GAP} in its text")
-        parts = [tokenizer.encode(part).tolist() for part in request.infill.split(GAP)]
+        texts = request.infill.split(GAP)
+        texts[:-1] = [text.removesuffix(" ") for text in texts[:-1]]  # a token brings its own space: the gap's first does
+        parts = [tokenizer.encode(text).tolist() for text in texts]
         room = length - len(start) - sum(map(len, parts))
         gaps = len(parts) - 1
         size = request.gap if request.gap is not None else min(room // gaps, 12)

@@ -22,8 +22,8 @@ def run(*arguments: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_plugin_is_used_by_name_from_the_command_line():
-    done = run("-m", "tdlm", "train", "tiny", "--dry-run", "--json", "--plugin", "plugin_parts", "--set", "method.head=parent-bias",
-               "--set", "method.process=top-heavy", cwd=ROOT / "examples")
+    done = run("-m", "tdlm", "train", "tiny", "--dry-run", "--json", "--plugin", "plugin_parts",
+               "--set", "method.head=parent-bias", "--set", "method.process=top-heavy", cwd=ROOT / "examples")
     assert done.returncode == 0, done.stderr
     plan = json.loads(done.stdout)
     assert plan["config"]["method"]["head"]["kind"] == "parent-bias"

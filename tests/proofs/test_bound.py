@@ -29,7 +29,8 @@ def integrate(target: TreeObjective, model, enumeration: Enumeration, x: tuple[i
     nodes, weights = legendre(count)
     if isinstance(process, Cascade):
         edges = process.edges(tree.height)
-        grid = [(low + (high - low) * a, (high - low) * w) for low, high in zip(edges, edges[1:]) for a, w in zip(nodes, weights)]
+        grid = [(low + (high - low) * a, (high - low) * w)
+                for low, high in zip(edges, edges[1:]) for a, w in zip(nodes, weights)]
     else:
         grid = [(-math.expm1(-(s + a)), w * math.exp(-(s + a))) for s in range(34) for a, w in zip(nodes, weights)]
     times = torch.tensor([g[0] for g in grid], dtype=FLOAT)
@@ -41,7 +42,9 @@ def integrate(target: TreeObjective, model, enumeration: Enumeration, x: tuple[i
         if target.pad == "given-length" and any(h and p for h, p in zip(heights, pad.tolist())):
             continue
         free = [i for i in range(len(x)) if not (target.pad == "given-length" and bool(pad[i]))]
-        chance = torch.stack([moment.occupancy[:, heights[i]] for i in free]).prod(0) if free else torch.ones(len(times), dtype=FLOAT)
+        chance = torch.ones(len(times), dtype=FLOAT)
+        for i in free:
+            chance = chance * moment.occupancy[:, heights[i]]
         if not bool((chance > 0).any()):
             continue
         loss = target.score(model, tokens, torch.tensor(heights).expand(len(times), -1), moment)
@@ -55,7 +58,8 @@ def integrate(target: TreeObjective, model, enumeration: Enumeration, x: tuple[i
 def test_uniform_predictor_costs_the_logarithms_of_the_children(tree, process, data):
     x = tuple(data.draw(st.lists(st.integers(0, tree.size - 1), min_size=1, max_size=2)))
     enumeration = Enumeration(tree, torch.ones((tree.size,) * len(x)))
-    expected = sum(math.log(int(tree.num_children[tree.ancestor[level + 1, token]])) for token in x for level in range(tree.height))
+    expected = sum(math.log(int(tree.num_children[tree.ancestor[level + 1, token]]))
+                   for token in x for level in range(tree.height))
     got = integrate(objective(tree, process), TableModel(tree, uniform_predictor(tree)), enumeration, x)
     assert float(got.sum()) == pytest.approx(expected, abs=1e-9)
     assert float(enumeration.bound(process, x, lambda z, t: uniform_rows(tree, z)).sum()) == pytest.approx(expected, abs=1e-9)
@@ -133,7 +137,8 @@ def test_global_time_does_not_count_a_level_h_times(height):
     got = integrate(objective(tree, Cascade()), TableModel(tree, uniform_predictor(tree)), enumeration, (1,))
     assert torch.allclose(got, torch.full((height,), math.log(2), dtype=FLOAT))
     draws = Draws(0, 0, "trap", torch.arange(4096))
-    loss = objective(tree, Cascade()).loss(TableModel(tree, uniform_predictor(tree)), torch.ones(4096, 1, dtype=torch.int64), draws=draws)
+    tokens = torch.ones(4096, 1, dtype=torch.int64)
+    loss = objective(tree, Cascade()).loss(TableModel(tree, uniform_predictor(tree)), tokens, draws=draws)
     assert float(loss.bound.mean()) == pytest.approx(height * math.log(2), rel=0.1)
     assert float(loss.bound.mean()) < 1.5 * height * math.log(2), "H times too much would be here"
 
@@ -155,7 +160,8 @@ def test_a_chain_of_single_children_changes_nothing():
             values = []
             for tree in (plain, chained):
                 enumeration = Enumeration(tree, joint)
-                values.append(float(integrate(objective(tree, process), TableModel(tree, enumeration.exact), enumeration, x, 16).sum()))
+                model = TableModel(tree, enumeration.exact)
+                values.append(float(integrate(objective(tree, process), model, enumeration, x, 16).sum()))
             assert values[0] == pytest.approx(values[1], abs=1e-9)
 
 
@@ -224,7 +230,7 @@ def test_gradients_are_finite_at_both_ends_of_time(process):
         moment = process.moment(torch.full((6,), u, dtype=FLOAT), 2, clip=2.0)
         table = torch.zeros(4, 2, dtype=FLOAT, requires_grad=True)
         model = TableModel(tree, uniform_predictor(tree))
-        model.hidden = lambda nodes, time, level: table[nodes.clamp(max=3)]
+        model.hidden = lambda nodes, time, level, table=table: table[nodes.clamp(max=3)]
         for heights in (torch.zeros(6, 5, dtype=torch.int64), torch.full((6, 5), 1), torch.full((6, 5), 2)):
             loss = objective(tree, process, clip=2.0).score(model, tokens, heights, moment)
             gradient = torch.autograd.grad(loss.train, table, allow_unused=True)[0]

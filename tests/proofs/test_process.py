@@ -79,7 +79,7 @@ def test_reverse_kernel_is_bayes_rule(tree, process, s, t, seed):
         if reachable[row] < 1e-12:
             continue
         for column, (lower, other) in enumerate(chain.places):
-            tokens = [x for x in range(tree.size) if int(tree.ancestor[height, x]) == node and int(tree.ancestor[lower, x]) == other]
+            tokens = (tree.ancestor[height] == node) & (tree.ancestor[lower] == other)
             share = prior[tokens].sum() / mass[node]
             assert abs(float(kernel[height, lower] * share - expected[row, column])) < 1e-9
 

@@ -117,7 +117,8 @@ def test_n_steps_are_n_evaluations_or_fewer():
     predict = random_predictor(tree, 1)
     for process in (Cascade(), Overlapping()):
         for steps in (3, 7, 40):
-            drawn = generate(TableModel(tree, predict), process, tree, (8, 2), steps=steps, draws=Draws(1, 0, "n", torch.arange(8)))
+            drawn = generate(TableModel(tree, predict), process, tree, (8, 2), steps=steps,
+                             draws=Draws(1, 0, "n", torch.arange(8)))
             most = steps if isinstance(process, Cascade) else steps + tree.height * 2
             assert int(drawn.evaluations.max()) <= most and drawn.steps == steps
     crossing = generate(TableModel(tree, predict), Cascade(), tree, (4, 2), steps=1, times=[1.0, 0.0],
@@ -144,7 +145,8 @@ def test_given_tokens_stay_and_are_seen_as_their_ancestors():
         return random_predictor(tree, 1)(nodes, t)
 
     given = torch.tensor([[-1, 3, -1]]).expand(16, -1)
-    drawn = generate(TableModel(tree, predict), Cascade(), tree, (16, 3), steps=9, given=given, draws=Draws(1, 0, "g", torch.arange(16)))
+    drawn = generate(TableModel(tree, predict), Cascade(), tree, (16, 3), steps=9, given=given,
+                     draws=Draws(1, 0, "g", torch.arange(16)))
     assert (drawn.tokens[:, 1] == 3).all()
     assert {row[1] for row in seen} == set(tree.ancestor[:tree.height, 3].tolist())
     prefix = generate(TableModel(tree, predict), Overlapping(), tree, (16, 3), steps=9, prefix=torch.tensor([4, 0]),
