@@ -1,0 +1,333 @@
+"""The recursion that makes a tree from token vectors (paper: Algorithm 2), level by level.
+
+A node of at most K tokens splits into single tokens; a larger one into K clusters whose sizes obey exact bounds
+
+    m = size / K,   lo = max(1, floor(min_ratio m)),   hi = max(ceil(m), floor(max_ratio m)),
+
+capped at K^(levels left below the child) when a height is asked for. All nodes of a level are clustered together.
+Tokens without a vector (an all-zero row: PAD, bytes the embedding lacks, tokens never seen) do not take part in the
+clustering of a node; they are put last, in order of their ids, into the clusters nearest to the node's mean that have
+room. The children of a node stand in order of their smallest token id (`order="id"`) or their total count, largest
+first (`order="count"`).
+
+`complete` is Algorithm 2's "forcing a complete tree": paths that end early are padded by repeating the token (free: one
+child, no nats, no row of its own). With complete=False nothing may be padded: the tree is cut so that every path has
+the full height of real choices, by also keeping 2^(levels left) tokens or more in every child; needs K >= 3.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from importlib import metadata
+from typing import Any, Callable, Literal
+
+import numpy as np
+import torch
+
+from .. import rng
+from ..errors import TreeError
+from .cluster import Task, balanced_kmeans_many, check_rows, inertia
+from .embeddings import Vectors
+from .reference import hdlm_kmeans
+from .tree import Tree, split_bounds
+
+Method = Literal["kmeans", "random", "frequency", "hdlm"]
+METHODS: tuple[Method, ...] = ("kmeans", "random", "frequency", "hdlm")
+FORMAT_BOUNDS = ("min_ratio", "max_ratio")
+
+
+@dataclass
+class _Node:
+    tokens: np.ndarray  # sorted ids
+    children: list["_Node"] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """What was asked for, and the vectors; `height` is None when the tree may be as high as it comes out."""
+
+    size: int
+    branching: int
+    min_ratio: float
+    max_ratio: float
+    height: int | None
+    max_depth: int
+    complete: bool
+    seed: int
+    method: Method
+    order: str
+    iterations: int
+    device: str
+    rows: np.ndarray | None
+    known: np.ndarray
+    counts: np.ndarray | None
+    cosine: bool
+
+    def is_last(self, size: int, depth: int) -> bool:
+        """Whether a node of this many tokens at this depth splits into single tokens."""
+        if not self.complete and self.height is not None and self.height - depth > 1:
+            return False
+        return size <= self.branching
+
+    def bounds(self, size: int, depth: int) -> tuple[int, int, int]:
+        """(number of children, lo, hi) for a node that is split into clusters."""
+        if self.height is None:
+            return (self.branching, *split_bounds(size, self.branching, self.min_ratio, self.max_ratio))
+        left = self.height - depth - 1  # levels below the children
+        least = 1 if self.complete else 2**left
+        k = self.branching if self.complete else min(self.branching, size // least)
+        lo, hi = split_bounds(size, max(k, 1), self.min_ratio, self.max_ratio, self.branching**left)
+        return k, max(lo, least), hi
+
+
+def build_tree(vectors: np.ndarray | Vectors | None, *, branching: int, size: int | None = None, min_ratio: float = 0.8,
+               max_ratio: float = 1.2, height: int | None = None, max_depth: int = 32, complete: bool = True,
+               seed: int = 0, method: Method = "kmeans", counts: np.ndarray | None = None, order: str = "id",
+               tokenizer_hash: str = "", iterations: int = 20, device: str = "cpu",
+               progress: Callable[[int, int, int], None] | None = None) -> Tree:
+    """A tree over the tokens 0..V-1.
+
+    `vectors` has a row a token (all zero: no vector); rows missing at the end up to `size` count as zero (PAD). The
+    controls `random` and `frequency` (which needs `counts`) look at no vector. `progress(depth, done, total)` is
+    called in tokens.
+    """
+    source = dict(vectors.source) if isinstance(vectors, Vectors) else {}
+    rows = vectors.rows if isinstance(vectors, Vectors) else vectors
+    rows, known, size = _prepare_rows(rows, size, method)
+    if counts is not None and len(counts) != size:
+        raise TreeError(f"counts are for {len(counts)} tokens, the tree has {size}; take both from the same data")
+    if method == "frequency" and counts is None:
+        raise TreeError("a frequency tree needs token counts: give --data DIR, whose train split is counted")
+    _check_request(size, branching, min_ratio, max_ratio, height, max_depth, method, order)
+    if not complete and height is None:
+        height = lowest_height(size, branching)
+    plan = _Plan(size, branching, min_ratio, max_ratio, height, max_depth, complete, seed, method, order, iterations,
+                 device, rows, known, counts, bool(source.get("metric") == "cosine"))
+    _check_height(plan)
+    root, levels = _grow(plan, progress)
+    tree = Tree.from_nested(_nested(root, plan), size=size, branching=branching, tokenizer_hash=tokenizer_hash,
+                            meta=_meta(plan, source, levels))
+    if height is not None and tree.height != height:
+        raise TreeError(f"the tree came out {tree.height} levels high, {height} were asked for: K={branching} needs no "
+                        f"more; ask for --height {tree.height}, or a smaller K ({_needed(size, height)} or a little more)")
+    return tree.check()
+
+
+def lowest_height(size: int, branching: int) -> int:
+    """The least H with K^H >= V."""
+    height = 1
+    while branching**height < size:
+        height += 1
+    return height
+
+
+def _needed(size: int, height: int) -> int:
+    """The least K with K^height >= size."""
+    k = max(2, int(round(size ** (1 / height))) - 1)
+    while k**height < size:
+        k += 1
+    while k > 2 and (k - 1) ** height >= size:
+        k -= 1
+    return k
+
+
+def _prepare_rows(rows: np.ndarray | None, size: int | None, method: str) -> tuple[np.ndarray | None, np.ndarray, int]:
+    if rows is None:
+        if size is None:
+            raise TreeError("without vectors the number of tokens must be given")
+        if method in ("kmeans", "hdlm"):
+            raise TreeError(f"method {method} clusters token vectors, none were given; choose an embedding")
+        return None, np.zeros(size, dtype=bool), size
+    rows = check_rows(rows)
+    size = len(rows) if size is None else size
+    if len(rows) > size:
+        raise TreeError(f"{len(rows)} token vectors for {size} tokens; the embedding belongs to another vocabulary")
+    rows = np.concatenate([rows, np.zeros((size - len(rows), rows.shape[1]), dtype=np.float32)])
+    known = rows.any(axis=1)
+    if method in ("kmeans", "hdlm") and not known.any():
+        raise TreeError("every token vector is zero, there is nothing to cluster; choose another embedding or --method random")
+    return rows, known, size
+
+
+def _check_request(size: int, branching: int, min_ratio: float, max_ratio: float, height: int | None, max_depth: int,
+                   method: str, order: str) -> None:
+    if size < 2:
+        raise TreeError(f"a tree needs at least 2 tokens, got {size}")
+    if branching < 2:
+        raise TreeError(f"the branching factor must be at least 2, got {branching}")
+    if not 0 <= min_ratio <= 1 <= max_ratio < math.inf:
+        raise TreeError(f"ratios must satisfy 0 <= min <= 1 <= max, got {min_ratio} and {max_ratio}")
+    if max_depth < 1 or (height is not None and not 1 <= height <= max_depth):
+        raise TreeError(f"the height must lie between 1 and --max-depth, got height {height}, max depth {max_depth}")
+    if method not in METHODS:
+        raise TreeError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
+    if order not in ("id", "count"):
+        raise TreeError(f"unknown order of children {order!r}; choose id or count")
+
+
+def _check_height(plan: _Plan) -> None:
+    """Fail before any work when the arithmetic alone says that the request cannot be met."""
+    size, k = plan.size, plan.branching
+    allowed = plan.height if plan.height is not None else plan.max_depth
+    if k**allowed < size:
+        raise TreeError(f"{size} tokens do not fit a tree of K={k} and {allowed} levels ({k}^{allowed} = {k**allowed}); "
+                        f"use K >= {_needed(size, allowed)}, or {lowest_height(size, k)} levels or more")
+    if not plan.complete and plan.height is not None and (k < 3 or 2**plan.height > size):
+        raise TreeError(f"no tree of K={k} over {size} tokens has {plan.height} real choices on every path; allow padding "
+                        "(--complete), or use K >= 3 and fewer levels")
+    if plan.height is not None and plan.method == "hdlm":
+        raise TreeError("the reference routine cannot keep to a height (its sizes are not enforced); leave out --height and "
+                        "--no-complete, or use --method kmeans")
+
+
+def _grow(plan: _Plan, progress: Callable[[int, int, int], None] | None) -> tuple[_Node, list[dict[str, Any]]]:
+    root = _Node(np.arange(plan.size))
+    levels: list[dict[str, Any]] = []
+    current, depth = [root], 0
+    while current:
+        splitting = [node for node in current if not plan.is_last(len(node.tokens), depth)]
+        for node in current:
+            if plan.is_last(len(node.tokens), depth):
+                node.children = [_Node(node.tokens[i : i + 1]) for i in range(len(node.tokens))]
+        if splitting:
+            _check_depth(plan, splitting, depth)
+            total, done = sum(len(node.tokens) for node in splitting), [0]
+
+            def report(tokens: int, depth: int = depth, total: int = total, done: list[int] = done) -> None:
+                done[0] += tokens
+                if progress is not None:
+                    progress(depth, done[0], total)
+
+            levels.append({"depth": depth, **_split_level(plan, splitting, depth, report)})
+        current = [child for node in current for child in node.children if len(child.tokens) > 1]
+        depth += 1
+    return root, levels
+
+
+def _check_depth(plan: _Plan, splitting: list[_Node], depth: int) -> None:
+    """A node that must be split into clusters needs two more levels."""
+    if depth + 2 > plan.max_depth:
+        largest = max(len(node.tokens) for node in splitting)
+        raise TreeError(f"a node of {largest} tokens stands at depth {depth} and K={plan.branching}, but --max-depth is "
+                        f"{plan.max_depth}; raise it, or use K >= {_needed(plan.size, plan.max_depth)} with "
+                        f"--height {plan.max_depth}")
+
+
+def _split_level(plan: _Plan, nodes: list[_Node], depth: int, report: Callable[[int], None]) -> dict[str, Any]:
+    bounds = [plan.bounds(len(node.tokens), depth) for node in nodes]
+    for node, (k, lo, hi) in zip(nodes, bounds):
+        size = len(node.tokens)
+        if plan.method != "hdlm" and not lo * k <= size <= hi * k:
+            raise TreeError(f"a node of {size} tokens at depth {depth} cannot be split into {k} children of {lo} to {hi} "
+                            f"tokens; use K >= {_needed(plan.size, plan.height or depth + 2)}, wider ratios, or no --height")
+    if plan.method == "kmeans":
+        labels = _kmeans_labels(plan, nodes, bounds, depth, report)
+    elif plan.method == "hdlm":
+        labels = [_hdlm_labels(plan, node, number, depth) for number, node in enumerate(nodes)]
+    else:
+        labels = [_even_labels(plan, node, k, depth) for node, (k, _, _) in zip(nodes, bounds)]
+    outside, total, smallest, largest = 0, 0.0, plan.size, 0
+    for node, label, (k, lo, hi) in zip(nodes, labels, bounds):
+        sizes = np.bincount(label, minlength=k)
+        outside += int(((sizes < lo) | (sizes > hi)).sum())
+        smallest, largest = min(smallest, int(sizes.min())), max(largest, int(sizes.max()))
+        seen = plan.known[node.tokens]
+        if plan.rows is not None and seen.any():
+            total += inertia(plan.rows[node.tokens[seen]], label[seen], k)
+        order = np.argsort(label, kind="stable")
+        parts = np.split(node.tokens[order], np.cumsum(sizes)[:-1])
+        node.children = [_Node(part) for part in parts if len(part)]
+    assert plan.method == "hdlm" or outside == 0, "bounds are exact"
+    return {"nodes": len(nodes), "lo": min(b[1] for b in bounds), "hi": max(b[2] for b in bounds), "min": smallest,
+            "max": largest, "outside": outside, "inertia": float(f"{total:.6g}")}
+
+
+def _kmeans_labels(plan: _Plan, nodes: list[_Node], bounds: list[tuple[int, int, int]], depth: int,
+                   report: Callable[[int], None]) -> list[np.ndarray]:
+    """Clusters of the tokens that have vectors, all nodes together; then the others are placed."""
+    assert plan.rows is not None
+    tasks, where = [], []
+    labels = [np.zeros(len(node.tokens), dtype=np.int64) for node in nodes]
+    for number, (node, (k, lo, hi)) in enumerate(zip(nodes, bounds)):
+        seen = node.tokens[plan.known[node.tokens]]
+        if len(seen) <= k:
+            labels[number][plan.known[node.tokens]] = np.arange(len(seen))
+            continue
+        if lo * k > len(seen):  # the others must fill up every cluster, so these are spread evenly
+            lo, hi = len(seen) // k, -(-len(seen) // k)
+        tasks.append(Task(seen, k, lo, hi))
+        where.append(number)
+    found = balanced_kmeans_many(plan.rows, tasks, seed=rng.key("tree", plan.seed, depth), iterations=plan.iterations,
+                                 device=plan.device, progress=report)
+    for number, label in zip(where, found):
+        labels[number][plan.known[nodes[number].tokens]] = label
+    for node, label, (k, lo, hi) in zip(nodes, labels, bounds):
+        if not plan.known[node.tokens].all():
+            _place(plan.rows[node.tokens], plan.known[node.tokens], label, k, lo, hi)
+    return labels
+
+
+def _place(rows: np.ndarray, known: np.ndarray, label: np.ndarray, k: int, lo: int, hi: int) -> None:
+    """Tokens without a vector, in place: first what clusters lack, then the nearest with room, nearest to the mean first."""
+    size = np.bincount(label[known], minlength=k)
+    centres = np.zeros((k, rows.shape[1]))
+    np.add.at(centres, label[known], rows[known])
+    centres /= np.maximum(size, 1)[:, None]
+    mean = rows[known].mean(0) if known.any() else np.zeros(rows.shape[1])
+    near = np.argsort(np.where(size > 0, ((centres - mean) ** 2).sum(1), np.inf), kind="stable")
+    lack = np.maximum(lo - size, 0)[near]
+    room = (hi - np.maximum(size, lo))[near]
+    order = np.r_[np.repeat(near, lack), np.repeat(near, np.maximum(room, 0))]
+    label[~known] = order[: int((~known).sum())]
+
+
+def _even_labels(plan: _Plan, node: _Node, k: int, depth: int) -> np.ndarray:
+    """Controls: the node's tokens shuffled, or in order of falling count, cut into k parts as equal as can be."""
+    n = len(node.tokens)
+    if plan.method == "random":
+        order = rng.shuffle(n, "random tree", plan.seed, depth, int(node.tokens[0])).numpy()
+    else:
+        assert plan.counts is not None
+        order = np.argsort(-plan.counts[node.tokens], kind="stable")
+    label = np.empty(n, dtype=np.int64)
+    label[order] = np.arange(n) * k // n
+    return label
+
+
+def _hdlm_labels(plan: _Plan, node: _Node, number: int, depth: int) -> np.ndarray:
+    assert plan.rows is not None
+    seed = rng.key("hdlm", plan.seed, depth, number) & 0x7FFFFFFF
+    label = hdlm_kmeans(plan.rows[node.tokens], plan.branching, min_ratio=plan.min_ratio, max_ratio=plan.max_ratio,
+                        seed=seed, cosine=plan.cosine)
+    if len(np.unique(label)) == 1:  # one cluster took everything: a cut in order of ids, or the recursion never ends
+        label = np.arange(len(label)) * plan.branching // len(label)
+    return label
+
+
+def _nested(root: _Node, plan: _Plan) -> list[Any]:
+    """Nested lists with the children in their final order; a child of one token is the token."""
+
+    def rank(node: _Node) -> tuple[float, int]:
+        first = int(node.tokens.min())
+        return (-float(plan.counts[node.tokens].sum()), first) if plan.order == "count" and plan.counts is not None else (0.0, first)
+
+    def walk(node: _Node) -> Any:
+        if len(node.tokens) == 1:
+            return int(node.tokens[0])
+        return [walk(child) for child in sorted(node.children, key=rank)]
+
+    return walk(root)
+
+
+def _meta(plan: _Plan, source: dict[str, Any], levels: list[dict[str, Any]]) -> dict[str, Any]:
+    """How the tree was made. No times, paths or host names: the same request gives the same bytes."""
+    versions = {"torch": torch.__version__, "numpy": np.__version__}
+    try:
+        versions["tdlm"] = metadata.version("tdlm")
+    except metadata.PackageNotFoundError:
+        versions["tdlm"] = "source"
+    return {"method": plan.method, "vectors": source, "seed": plan.seed, "order": plan.order, "complete": plan.complete,
+            "iterations": plan.iterations, "max_depth": plan.max_depth, "without_vector": int((~plan.known).sum()),
+            "bounds": {"exact": plan.method != "hdlm" and plan.complete, "min_ratio": plan.min_ratio,
+                       "max_ratio": plan.max_ratio, "height": plan.height},
+            "levels": levels, "versions": versions}

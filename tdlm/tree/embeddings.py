@@ -1,0 +1,202 @@
+"""Vectors for tokens, from wherever there are some: the corpus itself (the default), an array, or a checkpoint.
+
+Every source gives `Vectors`: float32 rows 0..V-1, where an all-zero row says "no vector", and a JSON record of where
+they come from. `metric="cosine"` scales rows to unit length, so that K-means on them is K-means by angle;
+`metric="euclidean"` leaves them alone.
+"""
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Iterable, Iterator, Literal, Protocol
+
+import numpy as np
+import xxhash
+
+from ..errors import TreeError
+from .cluster import check_rows
+from .cooccurrence import count_tokens, neighbour_vectors
+
+Metric = Literal["cosine", "euclidean"]
+LIMIT = 32_000_000  # tokens that co-occurrence looks at: more change little and cost memory
+_NAMES = ("wte.weight", "embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight", "embed_in.weight",
+          "vocab_embed.embedding", "vocab_embed.weight", "token_embedding.weight", "shared.weight", "embedding.weight",
+          "embeddings.weight")
+
+
+@dataclass(frozen=True)
+class Vectors:
+    rows: np.ndarray
+    source: dict[str, Any]
+
+
+class Store(Protocol):
+    """What `from_store` needs of a prepared folder (`tdlm.data.store.TokenStore` has it)."""
+
+    @property
+    def counts(self) -> np.ndarray: ...
+
+    def documents(self, split: str) -> range: ...
+
+    def document(self, index: int) -> np.ndarray: ...
+
+
+class _Thinned:
+    """The documents of a split that can be read again and again; evenly thinned when there are too many tokens."""
+
+    def __init__(self, store: Store, split: str, share: float):
+        self.store, self.split, self.share = store, split, share
+
+    def __iter__(self) -> Iterator[np.ndarray]:
+        for number, index in enumerate(self.store.documents(self.split)):
+            if int((number + 1) * self.share) > int(number * self.share):
+                yield self.store.document(index)
+
+
+def from_store(store: Store, *, metric: Metric = "cosine", limit: int = LIMIT, split: str = "train", **settings: Any) -> Vectors:
+    """Co-occurrence in a prepared folder's train split."""
+    counts = np.asarray(store.counts)
+    total = int(counts.sum())
+    documents = _Thinned(store, split, min(1.0, limit / max(total, 1)))
+    return from_corpus(documents, len(counts), metric=metric, **settings)
+
+
+def from_corpus(documents: Iterable[np.ndarray], size: int, *, metric: Metric = "cosine", contexts: int = 4096,
+                window: int = 4, dimensions: int = 128, damping: float = 0.5, smoothing: float = 0.75, seed: int = 0,
+                device: str = "cpu") -> Vectors:
+    """Co-occurrence (`cooccurrence.py`) in arrays of token ids; `documents` is read twice, so it must be no iterator."""
+    if iter(documents) is documents:
+        raise TreeError("the corpus is read twice; give a list or an object that can be iterated again, not an iterator")
+    counts = count_tokens(documents, size)
+    settings = {"contexts": contexts, "window": window, "dimensions": dimensions, "damping": damping,
+                "smoothing": smoothing, "seed": seed}
+    rows = neighbour_vectors(documents, counts, device=device, **settings)
+    return _finish(rows, size, metric, {"kind": "corpus", "tokens": int(counts.sum()), **settings})
+
+
+def from_array(path: str | Path, size: int, *, metric: Metric = "cosine") -> Vectors:
+    """Vectors in a file: .npy, .safetensors with one matrix, or .npz with one matrix, with `q` and `scale` (8-bit
+    columns), or with `centroid` and `cluster` (each token gets its cluster's centre)."""
+    path = Path(path)
+    if not path.is_file():
+        raise TreeError(f"no embedding file {path}; give a .npy, .npz or .safetensors file")
+    kind = "array"
+    try:
+        if path.suffix == ".npy":
+            rows = np.load(path, allow_pickle=False)
+        elif path.suffix == ".npz":
+            rows, kind = _from_npz(path)
+        elif path.suffix == ".safetensors":
+            rows = _tensor([path], None, size)[1]
+        else:
+            raise TreeError(f"{path.name}: vectors are read from .npy, .npz or .safetensors files; convert it to one of them")
+    except (ValueError, OSError, KeyError) as error:
+        raise TreeError(f"{path.name} cannot be read as token vectors ({error})") from None
+    return _finish(rows, size, metric, {"kind": kind, **_file(path)})
+
+
+def from_checkpoint(path: str | Path, size: int, *, tensor: str | None = None, metric: Metric = "cosine") -> Vectors:
+    """The input embedding of a model: a safetensors file, a Hugging Face folder, or the id of a model on the hub."""
+    given = Path(path)
+    if given.is_file() and given.suffix != ".safetensors":
+        raise TreeError(f"{given.name} is no safetensors file; pickled checkpoints are not opened, convert it first")
+    if given.is_file():
+        files = [given]
+    else:
+        folder = given if given.is_dir() else _download(str(path))
+        index = folder / "model.safetensors.index.json"
+        if index.is_file():
+            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
+        else:
+            files = sorted(folder.glob("*.safetensors"))
+        if not files:
+            raise TreeError(f"{path} holds no .safetensors file; pickled checkpoints are not opened, convert it first")
+    name, rows = _tensor(files, tensor, size)
+    return _finish(rows, size, metric, {"kind": "checkpoint", "tensor": name, "name": given.name})
+
+
+def _from_npz(path: Path) -> tuple[np.ndarray, str]:
+    with np.load(path, allow_pickle=False) as file:
+        if "q" in file and "scale" in file:
+            rows = file["q"].astype(np.float32) * file["scale"]
+            if "exact" in file:
+                rows[_without_vector(file["q"], file["exact"])] = 0
+            return rows, "array"
+        if "centroid" in file and "cluster" in file:
+            return file["centroid"].astype(np.float32)[file["cluster"].astype(np.int64)], "cluster centres"
+        matrices = [name for name in file.files if file[name].ndim == 2]
+        if len(matrices) != 1:
+            raise TreeError(f"{path.name} holds {len(matrices)} matrices ({', '.join(file.files)}); one, or q and scale, or "
+                            "centroid and cluster are expected")
+        return file[matrices[0]], "array"
+
+
+def _without_vector(q: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """Rows that were zero before the table was centred: the inexact row that is repeated most often."""
+    inexact = np.flatnonzero(~exact)
+    if not len(inexact):
+        return inexact
+    _, number, times = np.unique(q[inexact], axis=0, return_inverse=True, return_counts=True)
+    return inexact[number.reshape(-1) == times.argmax()] if times.max() > 1 else inexact[:0]
+
+
+def _tensor(files: list[Path], wanted: str | None, size: int) -> tuple[str, np.ndarray]:
+    """The embedding matrix among the tensors of some safetensors files, by name or by the usual names."""
+    from safetensors import SafetensorError, safe_open
+
+    shapes: dict[str, tuple[Path, list[int]]] = {}
+    try:
+        for file in files:
+            with safe_open(file, framework="pt") as tensors:
+                for name in tensors.keys():
+                    shapes[name] = (file, tensors.get_slice(name).get_shape())
+        matrices = [name for name, (_, shape) in shapes.items() if len(shape) == 2]
+        if wanted is not None:
+            found = [name for name in matrices if name == wanted]
+        else:
+            found = [n for usual in _NAMES for n in matrices if n == usual or n.endswith("." + usual)]
+            found = found or (matrices if len(matrices) == 1 else [])
+        if not found:
+            likely = [n for n in matrices if shapes[n][1][0] >= 0.9 * size] or matrices
+            raise TreeError(f"no tensor {wanted or 'with a usual name of an input embedding'} in the checkpoint; name one with "
+                            f"--tensor, for example {', '.join(sorted(likely)[:5]) or '(it holds no matrix)'}")
+        with safe_open(shapes[found[0]][0], framework="pt") as tensors:
+            return found[0], tensors.get_tensor(found[0]).float().numpy()
+    except (SafetensorError, OSError) as error:
+        raise TreeError(f"{files[0].name} cannot be read as safetensors ({error})") from None
+
+
+def _download(name: str) -> Path:
+    if name.startswith((".", "/")) or name.count("/") != 1:
+        raise TreeError(f"no checkpoint {name}; give a .safetensors file, a folder, or an owner/model of the Hugging Face hub")
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise TreeError(f"{name} is no file here; to fetch it from the Hugging Face hub: pip install 'tdlm[hf]'") from None
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
+    except Exception as error:  # the hub's client raises whatever its transport raises
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise TreeError(f"{name} could not be fetched from the Hugging Face hub ({reason}); check the name and the "
+                        "network, or give a local folder") from None
+
+
+def _finish(rows: np.ndarray, size: int, metric: Metric, source: dict[str, Any]) -> Vectors:
+    """Rows for exactly V tokens: spare ones (rounding, MASK) are dropped, a few missing ones (PAD) become zero."""
+    if metric not in ("cosine", "euclidean"):
+        raise TreeError(f"unknown metric {metric!r}; choose cosine or euclidean")
+    rows = check_rows(rows)
+    had = len(rows)
+    if not 0.9 * size - 8 <= had <= 1.1 * size + 512:
+        raise TreeError(f"{had} token vectors for a vocabulary of {size}; the embedding belongs to another tokenizer")
+    rows = np.concatenate([rows[:size], np.zeros((max(0, size - had), rows.shape[1]), dtype=np.float32)])
+    if metric == "cosine":
+        length = np.linalg.norm(rows.astype(np.float64), axis=1, keepdims=True)
+        rows = np.divide(rows, length, out=np.zeros_like(rows), where=length > 0, casting="unsafe")
+    return Vectors(rows, {**source, "metric": metric, "rows": had, "dimensions": int(rows.shape[1])})
+
+
+def _file(path: Path) -> dict[str, str]:
+    """The name and the fingerprint of a file; never its folder."""
+    return {"file": path.name, "xxh3": xxhash.xxh3_128_hexdigest(path.read_bytes())}
