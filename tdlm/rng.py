@@ -99,7 +99,9 @@ class Draws:
         """
         order = shuffle(self.total, *self.parts, tag).to(self.rows.device)
         shift = to_uniform(words(torch.zeros(1, dtype=torch.int64, device=self.rows.device), 1, *self.parts, tag, "U"))
-        return (order[self.rows % self.total].to(torch.float64) + shift[0, 0]) / self.total
+        # a product, not a quotient: a GPU divides by a scalar through its reciprocal, and devices must agree to the bit
+        points = (order[self.rows % self.total].to(torch.float64) + shift[0, 0]) * (1.0 / self.total)
+        return points.clamp(max=1 - 2.0**-53)  # the last point may round to 1, where a chain has no finite time
 
     def part(self, chosen: slice | Tensor) -> "Draws":
         """The same numbers for some of the rows."""

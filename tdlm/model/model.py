@@ -27,8 +27,12 @@ class Network(Protocol):
 class Model(nn.Module):
     def __init__(self, backbone: Backbone, head: nn.Module):
         super().__init__()
-        self.backbone, self.head = backbone, head
+        self.backbone, self.predictor = backbone, head
         self.told_time = backbone.conditioning == "time"
+
+    @property
+    def head(self) -> Head:
+        return self.predictor  # pyright: ignore[reportReturnType]
 
     def hidden(self, nodes: Int[Tensor, "B S"], time: Float[Tensor, "B"],
                level: Int[Tensor, "B"] | None) -> Float[Tensor, "B S d"]:
@@ -43,7 +47,7 @@ def count_parameters(model: Model) -> dict[str, int]:
     backbone = model.backbone
     parts = {"blocks": count(backbone.blocks), "embedding": count(backbone.embedding),
              "conditioning": count(backbone.condition), "final": count(backbone.final_norm, backbone.final_modulation),
-             "head": count(model.head)}
+             "head": count(model.predictor)}
     total = sum(parts.values())
     return {**parts, "elsewhere": total - parts["blocks"], "total": total}
 
