@@ -37,9 +37,9 @@ class Document:
 
 def _cut(data: bytes | memoryview, limit: int) -> int:
     """Where to cut `data`, which is longer than `limit`."""
-    window = bytes(data[:limit])
+    window = bytes(data[:limit + 1])
     half = limit // 2
-    if (line := window.rfind(b"\n", half)) >= 0:
+    if (line := window.rfind(b"\n", half, limit)) >= 0:
         return line + 1
     if (space := window.rfind(b" ", half)) > 0:
         return space

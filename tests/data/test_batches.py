@@ -87,6 +87,9 @@ def test_every_window_is_equally_likely_and_orders_differ(store: TokenStore):
     expected = len(seen) / len(windows)
     assert len(seen) == 2000  # 20,000 samples are 2,000 epochs
     assert (abs(counts - expected) < 5 * expected**0.5).all(), counts
+    alone = TrainRows(store, length=length, layout="document", batch=1, seed=5)
+    places = {windows.index(row) for step in range(400) for row in alone.batch(step).tokens.tolist() if row in windows}
+    assert len(places) == len(windows)  # a document's place in the batch does not decide its crop
     first = [TrainRows(store, length=length, layout="document", batch=10, seed=seed).batch(0).tokens.tolist()
              for seed in range(4)]
     epochs = [TrainRows(store, length=length, layout="document", batch=10, seed=0).batch(step).tokens.tolist()

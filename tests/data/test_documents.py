@@ -123,6 +123,16 @@ def test_reading_goes_on_behind_any_document(tmp_path_factory, texts_: list[str]
     assert rest.empty == whole.empty - sum(document.empty for document in every[:number + 1])
 
 
+@pytest.mark.parametrize(("text", "pieces"), [
+    ("aa bb\ncc dd", ["aa bb\n", "cc dd"]),  # behind a line end, though a space comes later
+    ("aaaaa bb cc", ["aaaaa bb", " cc"]),  # before a space: byte-level BPE glues it to the word behind
+    ("aa bbbbbbbbb", ["aa bbbbb", "bbbb"]),  # a space in the first half would leave a scrap
+    ("aaaaaaa€a", ["aaaaaaa", "€a"]),
+])
+def test_where_a_document_is_cut(text: str, pieces: list[str]):
+    assert [piece.decode() for piece in cut(text.encode(), 8)] == pieces
+
+
 def test_a_long_line_is_cut_without_being_held(tmp_path: Path):
     file = tmp_path / "line.txt.gz"
     file.write_bytes(gzip.compress(b"x" * 3_000_000))

@@ -72,7 +72,7 @@ def test_missing_and_unfinished_folders(tmp_path: Path):
         TokenStore(tmp_path / "later")
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_any_flipped_or_missing_byte_is_found(tmp_path_factory: pytest.TempPathFactory, data: st.DataObject):
     out = make(tmp_path_factory.mktemp("flip"))
