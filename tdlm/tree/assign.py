@@ -56,7 +56,12 @@ def flat_label(label: Tensor, k: int) -> Tensor:
 
 def _typical(slack: Tensor, label: Tensor, k: int) -> Tensor:
     """(B, k) mean slack of the points with that label; zero where there is none."""
-    total, count = segment_sums(slack.flatten(), flat_label(label, k), len(label) * (k + 1))
+    flat, bins = flat_label(label, k), len(label) * (k + 1)
+    if slack.device.type == "cpu":  # one thread, in order: as reproducible as sorting and far cheaper
+        count = torch.bincount(flat, minlength=bins)
+        total = torch.bincount(flat, slack.flatten(), minlength=bins)
+    else:
+        total, count = segment_sums(slack.flatten(), flat, bins)
     return total.view(-1, k + 1)[:, :k] / count.view(-1, k + 1)[:, :k].clamp(min=1)
 
 
@@ -65,7 +70,7 @@ class Prices:
 
     def __init__(self, nodes: int, k: int, device: torch.device):
         self.price = torch.zeros(nodes, k, device=device)
-        self.gain = torch.full((nodes, k), 0.7, device=device)
+        self.gain = torch.full((nodes, k), 0.5, device=device)
         self.sign = torch.zeros(nodes, k, device=device)
 
     def step(self, best: Tensor, second: Tensor, slack: Tensor, lo: Tensor, hi: Tensor) -> bool:
@@ -90,6 +95,13 @@ class Prices:
         self.price = torch.where(moved * self.price < 0, torch.zeros_like(moved), moved)
         return True
 
+
+    def follow(self, shift: Tensor) -> None:
+        """The centres moved by squared distances `shift` (B, k) to the means of their points, which brings every cluster's
+        points nearer by just that on average: prices in force rise by it, so that boundaries stay where they are.
+        Without this a far cluster with a price low enough to be filled carries it into the middle and takes everything."""
+        moved = self.price + shift
+        self.price = torch.where(self.price < 0, moved.clamp(max=0), torch.where(self.price > 0, moved, 0))
 
     def enter(self, cost: Tensor, valid: Tensor, best: Tensor, lo: Tensor) -> bool:
         """Clusters with less than half their least size fall at once, exactly as far as wins them half of what is missing

@@ -169,13 +169,15 @@ class _Batch:
         for turn in range(iterations + finals if self.k > 1 else 0):
             cost = self.cost(centres)
             last = turn >= iterations
+            steps = 10 if last else 4
             if self.k == 2:
                 label = split_in_two(cost, self.valid, self.lo, self.hi)
             else:
-                label = raise_prices(cost, self.valid, self.lo, self.hi, prices, 10 if last else 4)
+                label = raise_prices(cost, self.valid, self.lo, self.hi, prices, steps)
                 if last:
                     label = self.exact(cost, label)
-            centres = self.means(label, centres)
+            before, centres = centres, self.means(label, centres)
+            prices.follow(((centres - before) ** 2).sum(2))
         found = label.cpu().numpy()
         return [found[number, : len(task.rows)] for number, task in enumerate(self.tasks)]
 

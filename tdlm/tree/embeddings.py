@@ -2,7 +2,8 @@
 
 Every source gives `Vectors`: float32 rows 0..V-1, where an all-zero row says "no vector", and a JSON record of where
 they come from. `metric="cosine"` scales rows to unit length, so that K-means on them is K-means by angle;
-`metric="euclidean"` leaves them alone.
+`metric="euclidean"` leaves them alone. Co-occurrence vectors are meant for angles (their default);
+arrays and checkpoints are taken as they are unless asked otherwise.
 """
 from __future__ import annotations
 
@@ -34,6 +35,8 @@ class Vectors:
 class Store(Protocol):
     """What `from_store` needs of a prepared folder (`tdlm.data.store.TokenStore` has it)."""
 
+    eos_id: int | None  # stands behind every document
+
     @property
     def counts(self) -> np.ndarray: ...
 
@@ -51,7 +54,8 @@ class _Thinned:
     def __iter__(self) -> Iterator[np.ndarray]:
         for number, index in enumerate(self.store.documents(self.split)):
             if int((number + 1) * self.share) > int(number * self.share):
-                yield self.store.document(index)
+                document = np.asarray(self.store.document(index))
+                yield document if self.store.eos_id is None else np.append(document, self.store.eos_id)
 
 
 def from_store(store: Store, *, metric: Metric = "cosine", limit: int = LIMIT, split: str = "train", **settings: Any) -> Vectors:
@@ -75,7 +79,7 @@ def from_corpus(documents: Iterable[np.ndarray], size: int, *, metric: Metric = 
     return _finish(rows, size, metric, {"kind": "corpus", "tokens": int(counts.sum()), **settings})
 
 
-def from_array(path: str | Path, size: int, *, metric: Metric = "cosine") -> Vectors:
+def from_array(path: str | Path, size: int, *, metric: Metric = "euclidean") -> Vectors:
     """Vectors in a file: .npy, .safetensors with one matrix, or .npz with one matrix, with `q` and `scale` (8-bit
     columns), or with `centroid` and `cluster` (each token gets its cluster's centre)."""
     path = Path(path)
@@ -96,7 +100,7 @@ def from_array(path: str | Path, size: int, *, metric: Metric = "cosine") -> Vec
     return _finish(rows, size, metric, {"kind": kind, **_file(path)})
 
 
-def from_checkpoint(path: str | Path, size: int, *, tensor: str | None = None, metric: Metric = "cosine") -> Vectors:
+def from_checkpoint(path: str | Path, size: int, *, tensor: str | None = None, metric: Metric = "euclidean") -> Vectors:
     """The input embedding of a model: a safetensors file, a Hugging Face folder, or the id of a model on the hub."""
     given = Path(path)
     if given.is_file() and given.suffix != ".safetensors":
