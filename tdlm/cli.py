@@ -51,6 +51,8 @@ class Prepare:
     """Validation text in files of its own, instead of --valid."""
     text_field: str = "text"
     """Which field of a record holds the text."""
+    errors: Literal["strict", "replace"] = "strict"
+    """Invalid UTF-8: end with an error that says where, or replace it."""
     workers: Whole = None
     """Tokenizing threads (default: all cores)."""
     json: Flag = False
@@ -61,7 +63,7 @@ class Prepare:
         from .data.prepare import prepare
 
         manifest = prepare(self.inputs, self.out, tokenizer=self.tokenizer, valid=_number(self.valid),
-                           valid_inputs=self.valid_input, workers=self.workers, text_field=self.text_field,
+                           valid_inputs=self.valid_input, workers=self.workers, text_field=self.text_field, errors=self.errors,
                            progress=prepare_line())
         train, valid = manifest["splits"]["train"], manifest["splits"]["valid"]
         say(f"{self.out}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens of a vocabulary of "

@@ -17,7 +17,10 @@ class Network(Protocol):
 
     told_time: bool
     """Whether the answer depends on t besides the noisy sequence."""
-    head: Head
+
+    @property
+    def head(self) -> Head:
+        ...
 
     def hidden(self, nodes: Int[Tensor, "B S"], time: Float[Tensor, "B"],
                level: Int[Tensor, "B"] | None) -> Float[Tensor, "B S d"]:

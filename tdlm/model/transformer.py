@@ -57,6 +57,7 @@ class LevelCondition(nn.Module):
     def __init__(self, levels: int, width: int):
         super().__init__()
         self.rows = nn.Embedding(levels, width)
+        nn.init.normal_(self.rows.weight, std=0.02)  # torch's N(0, 1) makes the modulations learn far too fast
 
     def forward(self, time: Tensor, level: Tensor | None) -> Tensor:
         assert level is not None, "a level-conditioned network needs a process that knows its level"

@@ -26,6 +26,8 @@ from .tree import build_from, write_picture
 VOCABULARY = 2048
 BRANCHING = 64
 WARM_UP, TIMED = 4, 8
+LONG = 8.0
+"""From so many minutes on: larger batches and a lower rate, which end lower but begin slower."""
 PROMPT = "The old man looked at the sea and said"
 INFILL = f"Mary opened the door of the{GAP} and saw a{GAP} standing in the garden."
 
@@ -47,7 +49,8 @@ def demo(out: Path, *, minutes: float, say: Callable[[str], None]) -> dict[str, 
         tree, _ = build_from(data=data, branching=BRANCHING, say=lambda line: None)
         tree.save(tree_file)
     config = _config(out, data, tree_file, minutes)
-    say(f"3/6 train: {config.train.steps:,} steps of {config.train.batch} x {config.data.length} tokens, about {minutes:g} minutes")
+    say(f"3/6 train: {config.train.steps:,} steps of {config.train.batch} x {config.data.length} tokens, "
+        f"about {minutes:g} minutes")
     train(config, data=data, tree=tree_file, out=out / "run", device="cpu", command="tdlm demo")
     run = open_run(out / "run")
     write_picture(out / "run" / "tree.svg", run.tree, TokenStore(data))
@@ -78,9 +81,10 @@ def _config(out: Path, data: Path, tree_file: Path, minutes: float) -> RunConfig
             raise ConfigError(f"{out} holds a demo of {config.name.removeprefix('demo-')}; choose another folder: "
                               f"tdlm demo --minutes {minutes:g} --out {out}-{minutes:g}")
         return config
-    steps = max(40, round(60 * minutes / _seconds_per_step(data, tree_file)))
+    settings = DEMO.train if minutes < LONG else replace(DEMO.train, batch=64, lr=2e-3)
+    steps = max(40, round(60 * minutes / (_seconds_per_step(data, tree_file) * settings.batch / DEMO.train.batch)))
     steps = steps if steps < 100 else round(steps, -1)
-    settings = replace(DEMO.train, steps=steps, warmup=min(DEMO.train.warmup, steps // 5), valid_every=max(10, steps // 10),
+    settings = replace(settings, steps=steps, warmup=min(steps // 12, 200), valid_every=max(10, steps // 10),
                        save_every=max(10, steps // 5))
     return replace(DEMO, name=name, train=settings)
 
@@ -105,7 +109,8 @@ def _seconds_per_step(data: Path, tree_file: Path) -> float:
 
 def _show(bound: dict[str, Any], free: dict[str, Any], more: dict[str, Any], filled: dict[str, Any]) -> None:
     ngrams = bound["ngrams"]
-    print(f"\nvalidation bound {bound['bound']:.3f} nats/token (error {bound['error']:.3f}), perplexity <= {bound['perplexity']:.1f}")
+    print(f"\nvalidation bound {bound['bound']:.3f} nats/token (error {bound['error']:.3f}), "
+          f"perplexity <= {bound['perplexity']:.1f}")
     for name, value in ngrams.items():
         print(f"  {name:8s} {value:.3f} nats/token: the model is {abs(value - bound['bound']):.3f} "
               f"{'better' if bound['bound'] < value else 'worse'}")

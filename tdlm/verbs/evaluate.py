@@ -6,16 +6,17 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
 from ..console import counter
 from ..data.batches import eval_rows
 from ..data.store import TokenStore
-from ..evaluate.likelihood import evaluate_bound
+from ..evaluate.likelihood import Estimator, evaluate_bound
 from ..evaluate.ngram import ngram_cross_entropies
 from ..files import write_json
+from ..objectives.tree import Pad
 from ..train.provenance import provenance
 from ..train.run import Run
 
@@ -23,7 +24,8 @@ NGRAM_TOKENS = 30_000_000
 """The n-gram models are counted on at most so many training tokens, from the beginning (memory)."""
 
 
-def evaluate_run(run: Run, *, data: Path | None, split: str, estimator: str, pad: str | None, repeats: int,
+def evaluate_run(run: Run, *, data: Path | None, split: str, estimator: Estimator | Literal["auto"],
+                 pad: Pad | None, repeats: int,
                  limit: int | None, batch: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
     store = run.store(data)
     objective = run.assembly.objective if pad is None else run.assembly.objective.with_pad(pad)
