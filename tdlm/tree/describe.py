@@ -18,12 +18,12 @@ from .tree import Tree
 
 
 class Decoder(Protocol):
-    """What a tokenizer must offer for tokens to be shown as text."""
+    """What a tokenizer must offer for its tokens to be shown."""
 
-    def decode(self, ids: list[int]) -> str: ...
+    def piece(self, number: int) -> str: ...
 
 
-def describe(tree: Tree, counts: np.ndarray | None = None, tokenizer: Any = None, examples: int = 6) -> dict[str, Any]:
+def describe(tree: Tree, counts: np.ndarray | None = None, tokenizer: Decoder | None = None, examples: int = 6) -> dict[str, Any]:
     """Plain JSON data about a tree; levels from the root down to the leaves."""
     weight = torch.ones(tree.size, dtype=torch.float64) if counts is None else torch.as_tensor(np.asarray(counts)).double()
     if float(weight.sum()) <= 0:
@@ -69,7 +69,7 @@ def _spread(values: torch.Tensor) -> dict[str, float]:
     return {"min": int(values.min()), "mean": float(values.double().mean()), "max": int(values.max())}
 
 
-def _examples(tree: Tree, weight: torch.Tensor, share: torch.Tensor, leaves: torch.Tensor, tokenizer: Any,
+def _examples(tree: Tree, weight: torch.Tensor, share: torch.Tensor, leaves: torch.Tensor, tokenizer: Decoder | None,
               examples: int) -> list[dict[str, Any]]:
     """Clusters of a readable size, spread over the range of how often they occur, with their most frequent tokens."""
     if examples <= 0:
@@ -93,11 +93,11 @@ def top_tokens(tree: Tree, node: int, height: int, weight: torch.Tensor, count: 
     return tokens[weight[tokens].argsort(descending=True, stable=True)[:count]].tolist()
 
 
-def show(token: int, tokenizer: Any) -> str:
+def show(token: int, tokenizer: Decoder | None) -> str:
     """A token as visible text: spaces and control characters stand out."""
     if tokenizer is None:
         return str(token)
-    text = tokenizer.decode([token])
+    text = tokenizer.piece(token)
     if not text:
         return f"<{token}>"
     signs = {" ": "␣", "\n": "⏎", "\t": "⇥", "\ufffd": "�"}
