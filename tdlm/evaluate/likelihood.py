@@ -51,6 +51,11 @@ class Bound:
         return result
 
 
+def best_estimator(model: Network, objective: TreeObjective) -> Estimator:
+    """`count` where it is valid: its error is a fraction of the other's."""
+    return "count" if objective.process.knows_level and not model.told_time else "sampled"
+
+
 def pad_name(objective: TreeObjective, rows: Tensor) -> str:
     """The PAD mode that is printed with a number: `pack` where no row holds PAD."""
     return objective.pad if bool(objective.is_pad(rows).any()) else "pack"
