@@ -6,6 +6,7 @@ Heavy imports happen inside the verbs, so that `tdlm --help` answers at once.
 """
 from __future__ import annotations
 
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -221,12 +222,13 @@ class Train:
             if not self.json:
                 show_plan(result)
             return result
-        missing = [name for name in ("data", "tree", "out") if getattr(self, name) is None]
+        needed = ("data", "out") if config.method.flat else ("data", "tree", "out")
+        missing = [name for name in needed if getattr(self, name) is None]
         if missing:
             raise ConfigError(f"training needs {' and '.join('--' + name for name in missing)} (only --dry-run does without)")
         from .train.loop import train
 
-        assert self.data and self.tree and self.out
+        assert self.data and self.out
         return train(config, data=self.data, tree=self.tree, out=self.out, device=self.device, compile=self.compile)
 
 
@@ -239,7 +241,7 @@ class Eval:
     data: Folder = None
     """A prepared folder (default: the one it was trained on)."""
     split: str = "valid"
-    estimator: Literal["auto", "sampled", "count"] = "auto"
+    estimator: Literal["auto", "sampled", "count", "exact"] = "auto"
     """sampled: the paper's; count: low variance (cascade, network not told the time); auto: count where it is valid."""
     pad: Literal["count", "given-length", "drop"] | None = None
     """How PAD counts (default: as in training; drop is no bound)."""
@@ -290,6 +292,8 @@ class Sample:
     """Steps by level, top level first, for example: --per-level 256 256."""
     times: Annotated[tuple[float, ...] | None, arg(metavar="T", help_behavior_hint="")] = None
     """Any grid of times from 1 to 0 instead of steps."""
+    sampler: Text = None
+    """How to draw: ancestral (default) or another sampler of the method (docs/sampling.md)."""
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -308,8 +312,9 @@ class Sample:
 
         import_plugins(self.plugin)
         request = Request(count=self.count, prompt=self.prompt, infill=self.infill, gap=self.gap, length=self.length,
-                          steps=self.steps, per_level=self.per_level, times=self.times, temperature=self.temperature,
-                          top_p=self.top_p, min_p=self.min_p, seed=self.seed, batch=self.batch, trace=self.trace)
+                          steps=self.steps, per_level=self.per_level, times=self.times, sampler=self.sampler,
+                          temperature=self.temperature, top_p=self.top_p, min_p=self.min_p, seed=self.seed,
+                          batch=self.batch, trace=self.trace)
         result = sample_run(open_run(self.path, self.device, warn=say), request, say=say)
         if not self.json:
             for number, sample in enumerate(result["samples"]):
@@ -408,7 +413,7 @@ def parse(arguments: Sequence[str]) -> Any:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):
+        if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # an ASCII locale shows ?, it does not end the run
     sys.exit(_guarded(sys.argv[1:] if arguments is None else arguments))
 

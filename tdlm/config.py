@@ -1,17 +1,20 @@
 """What a run is: frozen dataclasses, saved as JSON, compared field by field.
 
 `RunConfig.method` is a dataclass registered by the file that owns the method (`objectives/tree.py`: process, head and
-weights); its type is the dispatch.
+weights), `RunConfig.backbone` one registered by a transformer; their types are the dispatch.
 """
 from __future__ import annotations
 
 import dataclasses
 import typing
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from .errors import ConfigError
-from .registry import KINDS, from_json, suggest, to_json
+from .registry import KINDS, from_json, register, suggest, to_json
+
+if TYPE_CHECKING:
+    from .model.transformer import Backbone
 
 
 def _require(holds: bool, message: str) -> None:
@@ -30,21 +33,30 @@ class DataConfig:
         _require(self.length >= 1, f"data.length must be at least 1, got {self.length}")
 
 
+@register("dit")
 @dataclass(frozen=True)
 class BackboneConfig:
-    """The transformer: how deep, how wide, and what it is told besides the node ids."""
+    """The diffusion transformer: how deep, how wide, and what it is told besides the node ids. (`model/causal.py` has the
+    left-to-right one.)"""
 
     blocks: int = 12
     width: int = 768
     heads: int = 12
     conditioning: Literal["time", "level", "none"] = "time"
     condition_width: int = 128
+    role = "backbone"
+    causal = False
 
     def __post_init__(self) -> None:
         _require(self.blocks >= 1, f"backbone.blocks must be at least 1, got {self.blocks}")
         _require(self.heads >= 1 and self.width % (2 * self.heads) == 0,
                  f"backbone.width must be a multiple of 2 x heads (rotary pairs), got {self.width} and {self.heads} heads")
         _require(self.condition_width >= 1, f"backbone.condition_width must be at least 1, got {self.condition_width}")
+
+    def build(self, nodes: int, levels: int) -> Backbone:
+        from .model.transformer import Backbone  # a configuration can be read and compared without torch
+
+        return Backbone(self, nodes, levels)
 
 
 @dataclass(frozen=True)
@@ -89,7 +101,7 @@ class RunConfig:
     name: str
     method: Any
     data: DataConfig = field(default_factory=DataConfig)
-    backbone: BackboneConfig = field(default_factory=BackboneConfig)
+    backbone: Any = field(default_factory=BackboneConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
 
     def to_json(self) -> dict[str, Any]:
@@ -135,7 +147,7 @@ def _replace(value: Any, parts: list[str], text: str, path: str) -> Any:
             raise ConfigError(f"--set {path}: {text!r} is no {role}{suggest(text, fitting)}")
     else:
         new = _parse(typing.get_type_hints(type(value))[parts[0]], text, f"--set {path}")
-    return dataclasses.replace(value, **{parts[0]: new})
+    return dataclasses.replace(typing.cast(Any, value), **{parts[0]: new})
 
 
 def _parse(expected: Any, text: str, where: str) -> Any:

@@ -47,6 +47,11 @@ def write_json(path: Path, value: Any) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
 
 
+def bytes_hash(content: bytes) -> str:
+    """`file_hash` of what is not in a file (yet)."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
 def file_hash(path: Path) -> str:
     """xxh3_128 of a file's bytes: catches the flipped bit that tensor formats load silently."""
     digest = xxhash.xxh3_128()

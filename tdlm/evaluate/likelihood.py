@@ -6,26 +6,24 @@ estimate of row d in repeat r, the bound is sum_d mean_r X_dr / tokens, and its 
     sqrt( sum_d var_r(X_dr) / repeats ) / tokens,
 
 which treats rows as independent; stratification makes the true error smaller, never larger in expectation. The error
-says how far the number is from what infinitely many repeats on *these* rows would give. Two estimators: `sampled` (the
-paper's: one time per sequence) and `count` (one uniform count of masked positions per level: no noise of time; cascade
-and a network that is not told the time).
+says how far the number is from what infinitely many repeats on *these* rows would give. The estimators are the
+method's: `sampled` (the paper's: one time per sequence), `count` (one uniform count of masked positions per level: no
+noise of time; cascade and a network that is not told the time), `exact` (no noise at all: autoregressive).
 """
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..model.model import Network, autocast
-from ..objectives.tree import TreeObjective
+from ..objectives.base import Objective, is_pad
 from ..rng import Draws
-
-Estimator = Literal["sampled", "count"]
 
 
 @dataclass(frozen=True)
@@ -40,38 +38,39 @@ class Bound:
     repeats: int
     estimator: str
     pad: str
+    is_bound: bool
 
     def to_json(self, token_bytes: int | None = None) -> dict[str, Any]:
         result = {"bound": self.nats, "error": self.error, "perplexity": math.exp(self.nats), "levels": self.levels,
                   "level_errors": self.level_errors, "tokens": self.tokens, "documents": self.rows,
                   "repeats": self.repeats, "estimator": self.estimator, "pad": self.pad,
-                  "is_a_bound": self.pad != "drop"}
+                  "is_a_bound": self.is_bound}
         if token_bytes:
             result |= {"bytes": token_bytes, "bits_per_byte": self.nats * self.tokens / math.log(2) / token_bytes}
         return result
 
 
-def best_estimator(model: Network, objective: TreeObjective) -> Estimator:
-    """`count` where it is valid: its error is a fraction of the other's."""
-    return "count" if objective.process.knows_level and not model.told_time else "sampled"
-
-
-def pad_name(objective: TreeObjective, rows: Tensor) -> str:
+def pad_name(objective: Objective, rows: Tensor) -> str:
     """The PAD mode that is printed with a number: `pack` where no row holds PAD."""
-    return objective.pad if bool(objective.is_pad(rows).any()) else "pack"
+    return objective.pad if bool(is_pad(rows, objective.pad_id).any()) else "pack"
 
 
 @torch.no_grad()
-def evaluate_bound(model: Network, objective: TreeObjective, rows: Tensor, *, batch: int, seed: int, repeats: int = 2,
-                   estimator: Estimator = "sampled", dtype: str = "float32",
+def evaluate_bound(model: Network, objective: Objective, rows: Tensor, *, batch: int, seed: int, repeats: int = 2,
+                   estimator: str | None = None, dtype: str = "float32",
                    progress: Callable[[int, int], None] | None = None) -> Bound:
-    """The bound of `rows` (R, S), any R >= 1; a last batch may be smaller."""
+    """The bound of `rows` (R, S), any R >= 1; a last batch may be smaller. Without a wish the best valid estimator."""
     if repeats < 2:
         raise ConfigError(f"an error bar needs at least 2 repeats, got {repeats}")
     if not len(rows):
         raise ConfigError("there is nothing to evaluate: the validation split holds no rows")
     device = objective.tree.ancestor.device
-    score = objective.loss if estimator == "sampled" else objective.exact_count_loss
+    known = objective.estimators(model)
+    estimator = next(iter(known)) if estimator is None else estimator
+    if estimator not in known:
+        raise ConfigError(f"the estimator {estimator!r} is not valid for this method and network (count needs the cascade and "
+                          f"a network that is not told the time); use {' or '.join(known)}")
+    score = known[estimator]
     levels = torch.zeros(repeats, len(rows), objective.levels, dtype=torch.float64)
     tokens = 0
     starts = range(0, len(rows), batch)
@@ -91,7 +90,8 @@ def evaluate_bound(model: Network, objective: TreeObjective, rows: Tensor, *, ba
     total, per_level = levels.sum(2), levels.mean(0).sum(0) / tokens
     return Bound(nats=float(total.mean(0).sum() / tokens), error=_error(total, tokens), levels=per_level.tolist(),
                  level_errors=[_error(levels[:, :, level], tokens) for level in range(objective.levels)], tokens=tokens,
-                 rows=len(rows), repeats=repeats, estimator=estimator, pad=pad_name(objective, rows))
+                 rows=len(rows), repeats=repeats, estimator=estimator, pad=(mode := pad_name(objective, rows)),
+                 is_bound=mode == "pack" or objective.is_bound)
 
 
 def _error(estimates: Tensor, tokens: int) -> float:

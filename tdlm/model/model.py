@@ -1,14 +1,13 @@
 """Backbone and head as one module, and the parameters counted by part."""
 from __future__ import annotations
 
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from .head import Head
-from .transformer import Backbone
 
 
 @runtime_checkable
@@ -28,7 +27,10 @@ class Network(Protocol):
 
 
 class Model(nn.Module):
-    def __init__(self, backbone: Backbone, head: nn.Module):
+    """`backbone` is a transformer of this folder or a plug-in's: it has `embedding`, `blocks`, `width` and `conditioning`,
+    and turns node ids, a time and a level into hidden states."""
+
+    def __init__(self, backbone: Any, head: nn.Module):
         super().__init__()
         self.backbone, self.predictor = backbone, head
         self.told_time = backbone.conditioning == "time"
@@ -44,15 +46,14 @@ class Model(nn.Module):
 
 def count_parameters(model: Model) -> dict[str, int]:
     """Raw counts by part; `elsewhere` is everything outside the blocks, `total` is all."""
-    def count(*parts: nn.Module) -> int:
-        return sum(p.numel() for part in parts for p in part.parameters())
+    def count(part: nn.Module) -> int:
+        return sum(p.numel() for p in part.parameters())
 
-    backbone = model.backbone
-    parts = {"blocks": count(backbone.blocks), "embedding": count(backbone.embedding),
-             "conditioning": count(backbone.condition), "final": count(backbone.final_norm, backbone.final_modulation),
-             "head": count(model.predictor)}
-    total = sum(parts.values())
-    return {**parts, "elsewhere": total - parts["blocks"], "total": total}
+    backbone, total = model.backbone, count(model)
+    blocks, embedding, head = count(backbone.blocks), count(backbone.embedding), count(model.predictor)
+    condition = count(backbone.condition) if hasattr(backbone, "condition") else 0
+    return {"blocks": blocks, "embedding": embedding, "conditioning": condition,
+            "final": total - blocks - embedding - condition - head, "head": head, "elsewhere": total - blocks, "total": total}
 
 
 def autocast(device: torch.device, dtype: str) -> torch.autocast:

@@ -1,13 +1,28 @@
-"""The one interface of all methods."""
+"""The one interface of all methods, and the few lines that they share.
+
+A method (`Method`, a frozen dataclass in the run's configuration) says what is chosen; with a tree it becomes an
+objective (`Objective`), which knows how to train, to bound and to sample. A *flat* method needs no tree of its own:
+it works on the star tree, in which every token is a child of the root. There the root's id is V: the MASK of masked
+diffusion.
+"""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, runtime_checkable
 
+import torch
 from torch import Tensor
 
+from ..errors import SampleError
 from ..model.model import Network
+from ..registry import suggest
 from ..rng import Draws
+from ..tree.tree import Tree
+
+Pad = Literal["count", "given-length", "drop"]
+Estimator = Callable[..., "Loss"]
+"""(model, tokens, *, draws) -> Loss: one unbiased estimate of the bound."""
 
 
 @dataclass(frozen=True)
@@ -30,10 +45,64 @@ class Objective(Protocol):
     """Columns of `parts['levels']`."""
     causal: bool
     """Which attention the network must use."""
+    knows_level: bool
+    """Whether a network can be told the level (a sequence is in one level at a time)."""
+    tree: Tree
+    pad_id: int | None
+    pad: Pad
+    samplers: tuple[str, ...]
+    """Names for `sample(sampler=...)`, the default first."""
+
+    @property
+    def is_bound(self) -> bool:
+        """Whether `bound` bounds -log p under this PAD mode."""
+        ...
 
     def loss(self, model: Network, tokens: Tensor, *, draws: Draws) -> Loss:
+        ...
+
+    def estimators(self, model: Network) -> dict[str, Estimator]:
+        """The estimators of the bound that are valid for this network, the most precise first."""
+        ...
+
+    def with_pad(self, pad: Pad) -> Objective:
+        """The same under another PAD mode."""
         ...
 
     def sample(self, model: Network, shape: tuple[int, int], *, steps: int, draws: Draws, prefix: Tensor | None = None,
                **options: Any) -> Any:
         ...
+
+
+@runtime_checkable
+class Method(Protocol):
+    """A frozen dataclass, registered under the method's name."""
+
+    role: str
+    flat: bool
+    """Whether it works on the star tree over the vocabulary instead of a tree that was built."""
+    causal: bool
+    head: Any
+    """What `build(tree, embedding, mass)` makes the head of."""
+
+    def objective(self, tree: Tree, pad_id: int | None) -> Objective:
+        ...
+
+
+def is_pad(tokens: Tensor, pad_id: int | None) -> Tensor:
+    return tokens == pad_id if pad_id is not None else torch.zeros_like(tokens, dtype=torch.bool)
+
+
+def by_row(row: Tensor, values: Tensor, rows: int) -> Tensor:
+    """Sums (rows,) of values at single positions, in float64 and detached: how bounds are added up."""
+    empty = torch.zeros(rows, dtype=torch.float64, device=values.device)
+    return empty.index_add(0, row, values.detach().double())
+
+
+def choose_sampler(samplers: tuple[str, ...], name: str | None) -> str:
+    """The sampler that was asked for, if the method has it; without a wish the first."""
+    if name is None:
+        return samplers[0]
+    if name not in samplers:
+        raise SampleError(f"this method has no sampler {name!r}{suggest(name, samplers)}")
+    return name

@@ -30,10 +30,9 @@ from ..model.model import Network
 from ..process import Cascade, Moment, corrupt
 from ..registry import register
 from ..rng import Draws
+from ..sample import Sampled, generate
 from ..tree.tree import Tree
-from .base import Loss
-
-Pad = Literal["count", "given-length", "drop"]
+from .base import Estimator, Loss, Pad, by_row, choose_sampler, is_pad
 
 
 def level_weights(kind: str, gamma: float, height: int) -> Float[Tensor, "H"]:
@@ -60,6 +59,8 @@ class TreeMethod:
     level_weights: Literal["none", "linear", "exponential"] = "none"
     level_gamma: float = 0.0
     role = "method"
+    flat = False
+    causal = False
 
     def __post_init__(self) -> None:
         if self.clip is not None and not self.clip > 0:
@@ -75,10 +76,12 @@ class TreeMethod:
 
 class TreeObjective:
     causal = False
+    samplers = ("ancestral",)
 
     def __init__(self, method: TreeMethod, tree: Tree, pad_id: int | None):
         self.method, self.process, self.tree, self.pad_id = method, method.process, tree, pad_id
         self.pad: Pad = method.pad
+        self.knows_level = method.process.knows_level
         self.num_states, self.levels = tree.nodes, tree.height
         weights = level_weights(method.level_weights, method.level_gamma, tree.height)
         self.level_weights = weights.to(tree.ancestor.device)
@@ -91,8 +94,13 @@ class TreeObjective:
         other.pad = pad
         return other
 
-    def is_pad(self, tokens: Tensor) -> Tensor:
-        return tokens == self.pad_id if self.pad_id is not None else torch.zeros_like(tokens, dtype=torch.bool)
+    @property
+    def is_bound(self) -> bool:
+        return self.pad != "drop"
+
+    def estimators(self, model: Network) -> dict[str, Estimator]:
+        sampled: dict[str, Estimator] = {"sampled": self.loss}
+        return sampled if model.told_time or not self.knows_level else {"count": self.exact_count_loss, **sampled}
 
     def loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
         moment = self.process.moment(draws.strata("time"), self.tree.height, self.method.clip)
@@ -101,14 +109,13 @@ class TreeObjective:
 
     def score(self, model: Network, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment) -> Loss:
         """The loss of given states: everything of `loss` but the drawing."""
-        pad = self.is_pad(tokens)
+        pad = is_pad(tokens, self.pad_id)
         if self.pad == "given-length":
             heights = heights.masked_fill(pad, 0)
         row, column, level, nll = self._cross_entropies(model, tokens, heights, moment)
         counted = nll if self.pad != "drop" else nll.masked_fill(pad[row, column], 0)
-        empty = torch.zeros(len(tokens) * self.levels, dtype=torch.float64, device=tokens.device)
-        cell = row * self.levels + level
-        bound = empty.index_add(0, cell, (counted.detach().double() * moment.weight[row, level])).view(-1, self.levels)
+        cell, cells = row * self.levels + level, len(tokens) * self.levels
+        bound = by_row(cell, counted.double() * moment.weight[row, level], cells).view(-1, self.levels)
         weight = moment.train_weight[row, level] * self.level_weights[level]
         train = (nll * weight.to(nll.dtype)).sum() / tokens.numel()
         return Loss(train, bound.sum(1), {"levels": bound, "tokens": (~pad).sum(1)})
@@ -136,10 +143,7 @@ class TreeObjective:
         cross-entropy. Positions that are not eligible (one child) stand in the parent state when their own uniform
         lies below the k-th smallest of the eligible ones, which is exactly their law given k.
         """
-        if not self.process.knows_level or model.told_time:
-            raise ConfigError("the count estimator needs the cascade and a network that is not told the time "
-                              "(backbone.conditioning level or none); use --estimator sampled")
-        pad, bounds = self.is_pad(tokens), []
+        pad, bounds = is_pad(tokens, self.pad_id), []
         for level in range(self.levels):
             eligible = self.tree.num_children[self.tree.ancestor[level + 1][tokens]] > 1
             if self.pad == "given-length":
@@ -159,12 +163,11 @@ class TreeObjective:
             row, column, _, nll = self._cross_entropies(model, tokens, heights, moment)
             if self.pad == "drop":
                 nll = nll.masked_fill(pad[row, column], 0)
-            total = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device).index_add(0, row, nll.detach().double())
-            bounds.append(total * n / k)
+            bounds.append(by_row(row, nll, len(tokens)) * n / k)
         levels = torch.stack(bounds, 1)
         return Loss(levels.sum() / tokens.numel(), levels.sum(1), {"levels": levels, "tokens": (~pad).sum(1)})
 
     def sample(self, model: Network, shape: tuple[int, int], *, steps: int, draws: Draws, prefix: Tensor | None = None,
-               **options: Any) -> Any:
-        from ..sample.generate import generate  # `sample` stands before `objectives` in the flow; it needs no method
+               sampler: str | None = None, **options: Any) -> Sampled:
+        choose_sampler(self.samplers, sampler)
         return generate(model, self.process, self.tree, shape, steps=steps, draws=draws, prefix=prefix, **options)

@@ -1,5 +1,6 @@
-"""The reverse process: time grids and generation."""
-from .generate import Frame, Sampled, generate
+"""The reverse process: time grids, the draw of one outcome, and generation."""
+from .draw import Choice, Frame, Sampled
+from .generate import generate
 from .grid import allocate
 
-__all__ = ["Frame", "Sampled", "allocate", "generate"]
+__all__ = ["Choice", "Frame", "Sampled", "allocate", "generate"]

@@ -87,9 +87,9 @@ def note_continuation(out: Path, old: dict[str, Any], config: dict[str, Any], en
     write_json(out / CONFIG, {"config": config, "provenance": provenance})
 
 
-def keep_copies(out: Path, tree: Path, tree_hash: str, save_tokenizer: Callable[[Path], Any]) -> None:
+def keep_copies(out: Path, tree: bytes, tree_hash: str, save_tokenizer: Callable[[Path], Any]) -> None:
     """The tree and the tokenizer beside the weights, so that a run folder can be moved on its own."""
     if not (out / TREE).exists() or file_hash(out / TREE) != tree_hash:
-        write_bytes(out / TREE, tree.read_bytes())
+        write_bytes(out / TREE, tree)
     if not (out / TOKENIZER).exists():
         save_tokenizer(out / TOKENIZER)

@@ -25,8 +25,8 @@ from ..config import RunConfig
 from ..data.batches import TrainRows, eval_rows, prefetch
 from ..data.store import TokenStore
 from ..errors import ConfigError, DataError, RunError
-from ..evaluate.likelihood import best_estimator, evaluate_bound
-from ..files import file_hash
+from ..evaluate.likelihood import evaluate_bound
+from ..files import bytes_hash
 from ..model.model import count_parameters
 from ..tree.tree import Tree
 from . import checkpoint, folder, metrics
@@ -36,22 +36,22 @@ from .provenance import device_name, now, provenance, versions
 from .step import Trainer, compile_backbone
 
 
-def train(config: RunConfig, *, data: Path | str, tree: Path | str, out: Path | str, device: str | None = None,
+def train(config: RunConfig, *, data: Path | str, tree: Path | str | None = None, out: Path | str, device: str | None = None,
           compile: bool | None = None, command: str | None = None,
           progress: metrics.Progress | None = None) -> dict[str, Any]:
     """Train a run, or continue the one in `out`; returns a summary.
 
-    `compile` None means: on a GPU yes, on a CPU no. `command` is what the user typed (kept as provenance and repeated
-    when the run is interrupted).
+    A flat method (masked diffusion, autoregressive) takes no tree. `compile` None means: on a GPU yes, on a CPU no.
+    `command` is what the user typed (kept as provenance and repeated when the run is interrupted).
     """
-    data, tree, out = Path(data), Path(tree), Path(out)
+    data, out = Path(data), Path(out)
     command = shlex.join(sys.argv) if command is None else command
     chosen = choose_device(device)
     progress = metrics.progress() if progress is None else progress
     store = TokenStore(data)
-    loaded = Tree.load(tree, tokenizer_hash=store.tokenizer.hash)
+    loaded, tree_bytes = tree_of(config, tree, store)
     identity = {"data_fingerprint": store.fingerprint, "tokenizer_hash": store.tokenizer.hash,
-                "tree_hash": file_hash(tree)}
+                "tree_hash": bytes_hash(tree_bytes)}
     with folder.hold(out), contextlib.closing(progress), tf32(chosen):
         old = folder.read(out)
         if old is not None:
@@ -62,13 +62,25 @@ def train(config: RunConfig, *, data: Path | str, tree: Path | str, out: Path | 
             folder.create(out, config.to_json(), provenance(
                 chosen, command=command, data=os.path.relpath(data, out), **identity,
                 parameters=count_parameters(assembly.model)))
-        folder.keep_copies(out, tree, identity["tree_hash"], store.tokenizer.save)
+        folder.keep_copies(out, tree_bytes, identity["tree_hash"], store.tokenizer.save)
         sitting = Sitting(config, out, store, assembly, chosen, progress, command)
         sitting.resume(old)
         if not sitting.complete:
             compile_backbone(assembly.model, chosen, compile)
             sitting.go()
         return sitting.summary()
+
+
+def tree_of(config: RunConfig, tree: Path | str | None, store: TokenStore) -> tuple[Tree, bytes]:
+    """The tree of a run and its file's content: a flat method has the star tree of the vocabulary."""
+    if config.method.flat:
+        if tree is not None:
+            raise ConfigError(f"method {config.method.kind} is flat and takes no tree; leave out --tree")
+        star = Tree.star(store.size, store.tokenizer.hash)
+        return star, star.to_bytes()
+    if tree is None:
+        raise ConfigError(f"method {config.method.kind} needs a tree: --tree FILE (make one with: tdlm tree build)")
+    return Tree.load(tree, tokenizer_hash=store.tokenizer.hash), Path(tree).read_bytes()
 
 
 def choose_device(name: str | None) -> torch.device:
@@ -259,7 +271,7 @@ class Sitting:
         averaged = self.trainer.average.applied() if self.trainer.average else contextlib.nullcontext()
         with averaged:
             bound = evaluate_bound(model, objective, rows, seed=settings.seed, dtype=settings.dtype,
-                                   batch=settings.micro_batch or settings.batch, estimator=best_estimator(model, objective))
+                                   batch=settings.micro_batch or settings.batch)
         self.record({"kind": "valid", "step": self.trainer.done, "bound": metrics.number(bound.nats),
                      "error": metrics.number(bound.error), "levels": [metrics.number(level) for level in bound.levels],
                      "tokens": int(bound.tokens)})

@@ -41,7 +41,8 @@ def plan(config: RunConfig, *, vocabulary: int = 50_258, branching: int = 512,
     children a node. The default is the GPT-2 vocabulary and PAD.
     """
     known = tree is not None
-    tree = complete_tree(vocabulary, branching) if tree is None else tree
+    if tree is None:
+        tree = Tree.star(vocabulary) if config.method.flat else complete_tree(vocabulary, branching)
     model = meta_model(config, tree)
     return {
         "name": config.name,
@@ -140,10 +141,11 @@ def activation_bytes(config: RunConfig, model: Model, sequences: int) -> int:
     kept: dict[int, Any] = {}
     cpu = torch.device("cpu")
     nodes = model.backbone.embedding.num_embeddings
-    levels = getattr(getattr(model.backbone.condition, "rows", None), "num_embeddings", 1)
+    rows = getattr(getattr(model.backbone, "condition", None), "rows", None)
+    levels = getattr(rows, "num_embeddings", 1)
     with FakeTensorMode():
         # the backbone again, with fake CPU parameters: meta tensors know no autocast
-        backbone = type(model.backbone)(config.backbone, nodes, levels)
+        backbone = config.backbone.build(nodes, levels)
         own = {parameter.untyped_storage()._cdata for parameter in backbone.parameters()}
 
         def pack(tensor: Tensor) -> Tensor:

@@ -112,6 +112,11 @@ class Tree:
             raise TreeError(f"a node has {widest} children, more than the branching factor K={branching}")
         return _tables(levels, count, height, branching, tokenizer_hash, dict(meta or {}))
 
+    @classmethod
+    def star(cls, size: int, tokenizer_hash: str = "") -> Tree:
+        """Every token a child of the root: the tree of flat methods, whose MASK is the root's id V."""
+        return cls.from_nested(list(range(size)), size=size, tokenizer_hash=tokenizer_hash, meta={"method": "star"})
+
     def check(self) -> Tree:
         """Every invariant, vectorised; the error names the first node that breaks one."""
         _check_shapes(self)
@@ -160,11 +165,14 @@ class Tree:
                             f"children of {int(smallest[i])}..{int(largest[i])} tokens, outside the bounds "
                             f"{int(low[i])}..{int(high[i])} that were asked for")
 
-    def save(self, path: str | Path) -> None:
+    def to_bytes(self) -> bytes:
         """One safetensors file; everything that is not a table is JSON in its header (one key: same tree, same bytes)."""
         tensors = {name: getattr(self, name).cpu().to(torch.int32).contiguous() for name in TABLES}
         header = {"format": FORMAT, "tokenizer_hash": self.tokenizer_hash, "meta": self.meta}
-        write_bytes(Path(path), to_safetensors(tensors, metadata={"tdlm": json.dumps(header, sort_keys=True)}))
+        return to_safetensors(tensors, metadata={"tdlm": json.dumps(header, sort_keys=True)})
+
+    def save(self, path: str | Path) -> None:
+        write_bytes(Path(path), self.to_bytes())
 
     @classmethod
     def load(cls, path: str | Path, tokenizer_hash: str | None = None) -> Tree:

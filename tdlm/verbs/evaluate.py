@@ -6,17 +6,17 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
 from ..console import counter
 from ..data.batches import eval_rows
 from ..data.store import TokenStore
-from ..evaluate.likelihood import Estimator, evaluate_bound
+from ..evaluate.likelihood import evaluate_bound
 from ..evaluate.ngram import ngram_cross_entropies
 from ..files import write_json
-from ..objectives.tree import Pad
+from ..objectives.base import Pad, is_pad
 from ..train.provenance import provenance
 from ..train.run import Run
 
@@ -24,22 +24,18 @@ NGRAM_TOKENS = 30_000_000
 """The n-gram models are counted on at most so many training tokens, from the beginning (memory)."""
 
 
-def evaluate_run(run: Run, *, data: Path | None, split: str, estimator: Estimator | Literal["auto"],
-                 pad: Pad | None, repeats: int,
-                 limit: int | None, batch: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
+def evaluate_run(run: Run, *, data: Path | None, split: str, estimator: str, pad: Pad | None,
+                 repeats: int, limit: int | None, batch: int, seed: int, say: Callable[[str], None]) -> dict[str, Any]:
     store = run.store(data)
     objective = run.assembly.objective if pad is None else run.assembly.objective.with_pad(pad)
     layout, length = run.config.data.layout, run.config.data.length
     rows_of = eval_rows(store, length=length, layout=layout, split=split, limit=limit)
     rows = rows_of.batch(0, len(rows_of)).tokens
-    if estimator == "auto":
-        told = run.assembly.model.told_time or not objective.process.knows_level
-        estimator = "sampled" if told else "count"
     with counter("evaluate") as progress:
         bound = evaluate_bound(run.assembly.model, objective, rows, batch=batch, seed=seed, repeats=repeats,
-                               estimator=estimator, progress=progress)
+                               estimator=None if estimator == "auto" else estimator, progress=progress)
     sizes = np.append(store.tokenizer.token_bytes, 0)[: store.size]
-    text_bytes = int(sizes[rows[~objective.is_pad(rows)].numpy()].sum())
+    text_bytes = int(sizes[rows[~is_pad(rows, objective.pad_id)].numpy()].sum())
     say("counting n-grams on the training tokens")
     ngrams = ngram_cross_entropies(_training(store), rows.numpy(), size=store.size, pad_id=store.pad_id)
     device = objective.tree.ancestor.device

@@ -17,8 +17,7 @@ from ..data.tokenizer import Tokenizer
 from ..errors import SampleError
 from ..files import write_json
 from ..rng import Draws
-from ..sample import Frame, Sampled
-from ..sample.generate import Choice
+from ..sample import Choice, Frame, Sampled
 from ..train.provenance import provenance
 from ..train.run import Run
 from ..tree.tree import Tree
@@ -39,6 +38,7 @@ class Request:
     steps: int | None = None
     per_level: tuple[int, ...] | None = None
     times: tuple[float, ...] | None = None
+    sampler: str | None = None
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.0
@@ -69,7 +69,8 @@ def sample_run(run: Run, request: Request, *, say: Callable[[str], None], keep: 
             draws = Draws(request.seed, 0, "sample", index.to(run.assembly.objective.tree.ancestor.device))
             drawn.append(run.assembly.objective.sample(
                 run.assembly.model, (len(index), length), steps=steps, draws=draws, given=fixed, per_level=request.per_level,
-                times=request.times, choice=choice, trace=request.trace and first == 0, progress=progress))
+                times=request.times, sampler=request.sampler, choice=choice,
+                trace=request.trace and first == 0, progress=progress))
     seconds = time.perf_counter() - started
     result = _result(run, request, drawn, given[0], steps, seconds)
     evaluations = result["evaluations"]
@@ -166,6 +167,8 @@ def node_labels(tree: Tree, tokenizer: Tokenizer) -> Callable[[int], str]:
         if node not in known:
             if node < tree.size:
                 known[node] = tokenizer.piece(node)
+            elif node == tree.root:
+                known[node] = "…"
             else:
                 height = int((tree.ancestor == node).any(1).nonzero()[0])
                 below = (tree.ancestor[height] == node).nonzero()[:, 0].tolist()

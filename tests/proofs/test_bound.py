@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdlm.objectives import TreeMethod
+from tdlm.objectives.base import is_pad
 from tdlm.objectives.tree import TreeObjective
 from tdlm.process import Cascade, Cosine, Overlapping
 from tdlm.process.oracle import Enumeration, legendre
@@ -37,7 +38,7 @@ def integrate(target: TreeObjective, model, enumeration: Enumeration, x: tuple[i
     total = torch.zeros(tree.height, dtype=FLOAT)
     tokens = torch.tensor(x).expand(len(times), -1)
     moment = process.moment(times, tree.height)
-    pad = target.is_pad(tokens[0])
+    pad = is_pad(tokens[0], target.pad_id)
     for heights in enumeration.patterns:
         if target.pad == "given-length" and any(h and p for h, p in zip(heights, pad.tolist())):
             continue
