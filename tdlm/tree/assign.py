@@ -23,17 +23,37 @@ def two_cheapest(cost: Tensor, price: Tensor, valid: Tensor) -> tuple[Tensor, Te
     """(B, m, k) costs and (B, k) prices -> (B, m) best cluster, second best, and what the second costs more.
 
     Places that hold no point get the label k for both and a cost of zero."""
+    k = cost.shape[2]
+    if cost.device.type == "cpu":
+        best, second, slack = (torch.from_numpy(found) for found in _two_cheapest(cost.numpy(), price.numpy()))
+    else:
+        value, both = (cost + price[:, None]).topk(2, dim=2, largest=False)
+        (best, second), slack = both.unbind(2), value[:, :, 1] - value[:, :, 0]
+    return best.masked_fill(~valid, k), second.masked_fill(~valid, k), torch.where(valid, slack, 0)
+
+
+def _two_cheapest(cost: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The same without the mask, block by block. numpy's argmin in one thread is faster than torch's topk in two, and
+    thousands of small parallel sections would stand still whenever another program holds one of the cores."""
     nodes, places, k = cost.shape
-    both = torch.empty(nodes, places, 2, dtype=torch.int64, device=cost.device)
-    value = torch.empty(nodes, places, 2, device=cost.device)
-    rows = max(1, _BLOCK // k) if cost.device.type == "cpu" else nodes * places
+    best, second = np.empty((nodes, places), np.int64), np.empty((nodes, places), np.int64)
+    slack = np.empty((nodes, places), cost.dtype)
+    rows = max(1, _BLOCK // k)
     step, stride = (1, rows) if nodes == 1 else (max(1, rows // places), places)
     for first in range(0, nodes, step):
         for start in range(0, places, stride):
             part = (slice(first, first + step), slice(start, start + stride))
-            value[part], both[part] = (cost[part] + price[part[0], None]).topk(2, dim=2, largest=False)
-    best, second = both.masked_fill(~valid[:, :, None], k).unbind(2)
-    return best, second, torch.where(valid, value[:, :, 1] - value[:, :, 0], 0)
+            priced = cost[part] + price[part[0], None]
+            flat = priced.reshape(-1, k)
+            here = np.arange(len(flat))
+            low = flat.argmin(1)
+            least = flat[here, low]
+            flat[here, low] = np.inf
+            next_ = flat.argmin(1)
+            shape = priced.shape[:2]
+            best[part], second[part] = low.reshape(shape), next_.reshape(shape)
+            slack[part] = (flat[here, next_] - least).reshape(shape)
+    return best, second, slack
 
 
 def sizes_of(label: Tensor, k: int) -> Tensor:

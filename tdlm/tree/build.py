@@ -17,9 +17,10 @@ the full height of real choices, by also keeping 2^(levels left) tokens or more 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, Callable, Literal
+from typing import Any, Literal
 
 import numpy as np
 import torch

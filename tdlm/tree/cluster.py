@@ -11,8 +11,8 @@ hold a hash of the point and of the cluster, which also makes identical rows div
 """
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Callable, Sequence
 
 import numpy as np
 import torch

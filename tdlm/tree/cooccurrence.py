@@ -12,7 +12,7 @@ at a few per cent of non-zeros is faster than sparse products. Both are determin
 from __future__ import annotations
 
 import math
-from typing import Iterable, Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch

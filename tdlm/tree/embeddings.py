@@ -8,9 +8,10 @@ arrays and checkpoints are taken as they are unless asked otherwise.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Iterable, Iterator, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import xxhash
