@@ -34,7 +34,6 @@ from .tree import Tree, split_bounds
 
 Method = Literal["kmeans", "random", "frequency", "hdlm"]
 METHODS: tuple[Method, ...] = ("kmeans", "random", "frequency", "hdlm")
-FORMAT_BOUNDS = ("min_ratio", "max_ratio")
 
 
 @dataclass
@@ -124,7 +123,7 @@ def lowest_height(size: int, branching: int) -> int:
 
 def _needed(size: int, height: int) -> int:
     """The least K with K^height >= size."""
-    k = max(2, int(round(size ** (1 / height))) - 1)
+    k = max(2, round(size ** (1 / height)) - 1)
     while k**height < size:
         k += 1
     while k > 2 and (k - 1) ** height >= size:
@@ -144,7 +143,7 @@ def _prepare_rows(rows: np.ndarray | None, size: int | None, method: str) -> tup
     if len(rows) > size:
         raise TreeError(f"{len(rows)} token vectors for {size} tokens; the embedding belongs to another vocabulary")
     rows = np.concatenate([rows, np.zeros((size - len(rows), rows.shape[1]), dtype=np.float32)])
-    known = rows.any(axis=1)
+    known = (rows != 0).any(axis=1)
     if method in ("kmeans", "hdlm") and not known.any():
         raise TreeError("every token vector is zero, there is nothing to cluster; choose another embedding or --method random")
     return rows, known, size
@@ -310,7 +309,8 @@ def _nested(root: _Node, plan: _Plan) -> list[Any]:
 
     def rank(node: _Node) -> tuple[float, int]:
         first = int(node.tokens.min())
-        return (-float(plan.counts[node.tokens].sum()), first) if plan.order == "count" and plan.counts is not None else (0.0, first)
+        by_count = plan.order == "count" and plan.counts is not None
+        return (-float(plan.counts[node.tokens].sum()) if by_count else 0.0, first)
 
     def walk(node: _Node) -> Any:
         if len(node.tokens) == 1:

@@ -42,8 +42,10 @@ def check_rows(vectors: np.ndarray, ids: np.ndarray | None = None) -> np.ndarray
     vectors = np.asarray(vectors)
     if vectors.ndim != 2 or vectors.shape[1] == 0:
         raise TreeError(f"token vectors must be a matrix with one row a token, got shape {vectors.shape}")
+    if vectors.dtype.kind not in "fiu":
+        raise TreeError(f"token vectors must be numbers, got {vectors.dtype}; convert them to float32")
     vectors = np.ascontiguousarray(vectors, dtype=np.float32)
-    bad = ~np.isfinite(vectors).all(axis=1)
+    bad = np.asarray(~np.isfinite(vectors).all(axis=1))
     if bad.any():
         row = int(bad.argmax())
         token = int(ids[row]) if ids is not None else row

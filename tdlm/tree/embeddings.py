@@ -154,7 +154,7 @@ def _tensor(files: list[Path], wanted: str | None, size: int) -> tuple[str, np.n
     try:
         for file in files:
             with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():
+                for name in tensors.keys():  # noqa: SIM118 - no mapping
                     shapes[name] = (file, tensors.get_slice(name).get_shape())
         matrices = [name for name, (_, shape) in shapes.items() if len(shape) == 2]
         if wanted is not None:

@@ -2,9 +2,9 @@
 
 The map is a nested treemap of the deepest level that has at most `_CELLS` nodes. A cell's area grows with the square root
 of how often its tokens occur (under the area itself, a few function words would push everything else off the map), its
-colour says which of the first few branches it belongs to, and the words in it are its most frequent tokens. The bars on the right show
-each level in nats a token: what evenly spread guesses cost (light) and what a model costs that knows the frequencies
-only (dark). One self-contained SVG text without scripts.
+colour says which of the first few branches it belongs to, and the words in it are its most frequent tokens. The bars on
+the right show each level in nats a token: what evenly spread guesses cost (light) and what a model costs that knows the
+frequencies only (dark). One self-contained SVG text without scripts.
 """
 from __future__ import annotations
 
@@ -192,8 +192,8 @@ def _bars(d: dict[str, Any]) -> list[str]:
         if pitch > 32:
             out.append(f'<text x="{x}" y="{y + size:.1f}" font-size="{size}" fill="#445064">{text}</text>')
         base = y + (size + 5 if pitch > 32 else 2)
-        out += [f'<rect x="{x}" y="{base:.1f}" width="{max(even, 0.5):.1f}" height="{thick:.1f}" fill="#d5e0f2"><title>{text}</title></rect>',
-                f'<rect x="{x}" y="{base:.1f}" width="{max(known, 0.5):.1f}" height="{thick:.1f}" fill="#3f6bb5"><title>{text}</title></rect>']
+        out += [f'<rect x="{x}" y="{base:.1f}" width="{max(long, 0.5):.1f}" height="{thick:.1f}" fill="{fill}">'
+                f'<title>{text}</title></rect>' for long, fill in ((even, "#d5e0f2"), (known, "#3f6bb5"))]
         if pitch <= 32:
             outside = known < 34
             out.append(f'<text x="{x + (max(even, 0.5) + 4 if outside else 4):.1f}" y="{base + thick * 0.5 + size * 0.33:.1f}" '

@@ -121,11 +121,9 @@ class Tree:
         """Every invariant, vectorised; the error names the first node that breaks one."""
         _check_shapes(self)
         V, H = self.size, self.height
-        if not torch.equal(self.ancestor[0].cpu(), torch.arange(V)):
-            raise TreeError("ancestor[0] must list the tokens 0..V-1; the tree file is damaged, build it again")
-        if not bool((self.ancestor[H] == self.root).all()):
-            wrong = int((self.ancestor[H] != self.root).nonzero()[0])
-            raise TreeError(f"token {wrong} does not hang under the root (node {self.root}); build the tree again")
+        tokens = torch.arange(V, device=self.ancestor.device)
+        _must(self.ancestor[0] == tokens, None, tokens, "must stand at its own place in ancestor[0]")
+        _must(self.ancestor[H] == self.root, None, tokens, f"does not hang under the root (node {self.root})")
         for h in range(H):
             child, parent, slot = self.ancestor[h], self.ancestor[h + 1], self.slot[h]
             padded = parent < V
@@ -134,27 +132,30 @@ class Tree:
             found = self.children[(parent - V).clamp(min=0), slot.clamp(0, self.branching - 1)]
             _must(found == child, ~padded, parent, f"does not list its child at height {h} in that child's slot")
         real = torch.arange(self.branching, device=self.children.device) < self.num_children[V:, None]
-        _must(((self.children >= 0) == real).all(1), None, torch.arange(V, self.nodes), "has a gap among its children")
+        inner = torch.arange(V, self.nodes)
+        _must(((self.children >= 0) == real).all(1), None, inner, "has a gap among its children")
         listed = torch.sort(self.children[real]).values.cpu()
         once = torch.arange(self.nodes - 1)
         if not torch.equal(listed, once):
             counts = torch.bincount(listed, minlength=self.nodes)[: self.nodes - 1]
             wrong = int((counts != 1).nonzero()[0])
             raise TreeError(f"node {wrong} is the child of {int(counts[wrong])} nodes instead of one; build the tree again")
+        height = self.node_height()[V:]
+        _must(height > 0, None, inner, "has no token below it")
+        _must(height[1:] >= height[:-1], None, inner[1:], "stands behind a node of greater height")
         self._check_bounds()
         return self
 
     def _check_bounds(self) -> None:
-        """Sizes within the bounds that were asked for (the builder records them under meta['bounds'])."""
+        """Sizes within the bounds that were asked for (the builder records them under meta['bounds']). What a height caps
+        needs no look: no tree can break it."""
         asked = self.meta.get("bounds")
         if not asked or not asked.get("exact"):
             return
-        leaves, height = self.leaf_counts(), self.node_height()[self.size:]
+        leaves = self.leaf_counts()
         total, mean = leaves[self.size:], leaves[self.size:].to(torch.float64) / self.branching
         low = torch.floor(asked["min_ratio"] * mean).clamp(min=1)
         high = torch.maximum(torch.ceil(mean), torch.floor(asked["max_ratio"] * mean))
-        if asked.get("height"):
-            high = torch.minimum(high, float(self.branching) ** (height - 1))
         real = self.children >= 0
         sizes = leaves[self.children.clamp(min=0)].to(torch.float64)
         smallest, largest = sizes.masked_fill(~real, torch.inf).amin(1), sizes.masked_fill(~real, 0).amax(1)
@@ -182,8 +183,9 @@ class Tree:
         try:
             with safe_open(path, framework="pt") as file:
                 header = json.loads((file.metadata() or {}).get("tdlm", "{}"))
-                if header.get("format") != FORMAT:
-                    raise TreeError(f"{path} is no tree of format {FORMAT} (found {header.get('format')!r})")
+                found = header.get("format") if isinstance(header, dict) else header
+                if found != FORMAT:
+                    raise TreeError(f"{path} is no tree of format {FORMAT} (found {found!r}); make one with: tdlm tree build")
                 tables = {name: file.get_tensor(name).to(torch.int64) for name in TABLES}
         except (SafetensorError, OSError, ValueError) as error:
             raise TreeError(f"{path} cannot be read as a tree ({error}); build it again") from None
@@ -252,11 +254,14 @@ def _must(holds: Tensor, where: Tensor | None, node: Tensor, what: str) -> None:
 
 
 def _check_shapes(tree: Tree) -> None:
-    H, V, N = tree.height, tree.size, tree.nodes
+    shapes = {name: tuple(getattr(tree, name).shape) for name in TABLES}
+    if [len(shape) for shape in shapes.values()] != [2, 2, 1, 2]:
+        raise TreeError(f"the tables' shapes do not fit one another ({shapes}); build the tree again")
+    H, V, N, K = tree.height, tree.size, tree.nodes, tree.branching
     if H < 1 or tree.slot.shape != (H, V) or tree.children.shape[0] != N - V or N <= V:
-        raise TreeError(f"the tables' shapes do not fit one another (ancestor {tuple(tree.ancestor.shape)}, slot "
-                        f"{tuple(tree.slot.shape)}, children {tuple(tree.children.shape)}, nodes {N}); build the tree again")
-    if not bool(((tree.ancestor >= 0) & (tree.ancestor < N)).all()) or not bool((tree.children < N).all()):
-        raise TreeError("the tables name nodes that do not exist; the tree file is damaged, build it again")
-    if not bool((tree.num_children[:V] == 1).all()) or not bool((tree.num_children[V:] >= 1).all()):
-        raise TreeError("tokens must have one child (themselves) and nodes at least one; build the tree again")
+        raise TreeError(f"the tables' shapes do not fit one another ({shapes}); build the tree again")
+    every = torch.arange(N)
+    _must(((tree.ancestor >= 0) & (tree.ancestor < N)).all(0), None, every[:V], "has an ancestor that does not exist")
+    _must(((tree.children >= -1) & (tree.children < N)).all(1), None, every[V:], "lists a child that does not exist")
+    _must(tree.num_children[:V] == 1, None, every[:V], "is a token and must count one child, itself")
+    _must((tree.num_children[V:] >= 1) & (tree.num_children[V:] <= K), None, every[V:], f"must have 1 to K={K} children")
