@@ -1,6 +1,9 @@
 """The network: a backbone that returns hidden states and a head that gives a distribution over children."""
+from .adaptive import Adaptive, AdaptiveHead
+from .causal import Causal, CausalBackbone
 from .head import LevelHead, PerLevel, Shared, SharedHead, Tied, TiedHead
 from .model import Model
 from .transformer import Backbone
 
-__all__ = ["Backbone", "LevelHead", "Model", "PerLevel", "Shared", "SharedHead", "Tied", "TiedHead"]
+__all__ = ["Adaptive", "AdaptiveHead", "Backbone", "Causal", "CausalBackbone", "LevelHead", "Model", "PerLevel", "Shared",
+           "SharedHead", "Tied", "TiedHead"]

@@ -2,18 +2,19 @@
 
 | style | norm | positions | MLP | biases |
 |---|---|---|---|---|
-| `llama` | RMSNorm | rotary | SwiGLU, three matrices of width x 4 width | none |
+| `llama` | RMSNorm | rotary, base 10,000 | SwiGLU, three matrices of width x 4 width | none |
 | `gpt2` | LayerNorm | learned | GELU(tanh), two matrices of width x 4 width | everywhere |
 
-(The baselines' autoregressive model is the first: intermediate size 4 x width.) Initial weights are normal with standard
-deviation 0.02, those that write into the residual stream divided by sqrt(2 blocks) in the `gpt2` style, as in the
-originals. `forward` returns hidden states; with a `Cache` it takes only the new positions, so that sampling S tokens costs
-S positions instead of S^2 / 2.
+Both are pre-norm: x += attention(norm(x)), x += mlp(norm(x)), one more norm at the end, all with eps 1e-5. (The baselines'
+autoregressive model is the first: intermediate size 4 x width.) Initial weights are normal with standard deviation 0.02,
+those that write into the residual stream divided by sqrt(2 blocks) in the `gpt2` style, as in the originals. `forward`
+returns hidden states; with a `Cache` it takes only the new positions, so that sampling S tokens costs S positions instead
+of S^2 / 2.
 """
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -28,25 +29,23 @@ from .transformer import rotary, rotate, round_up
 Style = Literal["llama", "gpt2"]
 
 
-@dataclass
 class Cache:
-    """Keys and values of the positions that were seen: one pair of tensors (B, heads, seen, width) a block."""
+    """Keys and values of the positions that were seen, in room that is made once for `length` of them."""
 
-    keys: list[Tensor] = field(default_factory=list)
-    values: list[Tensor] = field(default_factory=list)
-
-    @property
-    def seen(self) -> int:
-        return self.keys[0].shape[2] if self.keys else 0
+    def __init__(self, length: int):
+        self.length, self.seen = length, 0
+        self.kept: dict[int, tuple[Tensor, Tensor]] = {}
 
     def extend(self, block: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        if block == len(self.keys):
-            self.keys.append(key)
-            self.values.append(value)
-        else:
-            self.keys[block] = torch.cat([self.keys[block], key], 2)
-            self.values[block] = torch.cat([self.values[block], value], 2)
-        return self.keys[block], self.values[block]
+        """Keep the new positions (B, heads, new, width) of a block behind those seen; returns all of them so far."""
+        B, heads, new, width = key.shape
+        if block not in self.kept:
+            self.kept[block] = (key.new_empty(B, heads, self.length, width), value.new_empty(B, heads, self.length, width))
+        end = self.seen + new
+        for room, states in zip(self.kept[block], (key, value)):
+            room[:, :, self.seen:end] = states
+        keys, values = self.kept[block]
+        return keys[:, :, :end], values[:, :, :end]
 
 
 class CausalBlock(nn.Module):
@@ -54,8 +53,7 @@ class CausalBlock(nn.Module):
         super().__init__()
         self.heads, self.style = heads, style
         bias = style == "gpt2"
-        norm = nn.LayerNorm if bias else nn.RMSNorm
-        self.attention_norm, self.mlp_norm = norm(width, eps=1e-5), norm(width, eps=1e-5)
+        self.attention_norm, self.mlp_norm = norm(width, style), norm(width, style)
         self.qkv = nn.Linear(width, 3 * width, bias=bias)
         self.attention_out = nn.Linear(width, width, bias=bias)
         self.mlp_in = nn.Linear(width, 4 * width * (1 if bias else 2), bias=bias)
@@ -70,7 +68,8 @@ class CausalBlock(nn.Module):
         if cache is not None:
             k, v = cache.extend(number, k, v)
         seen = k.shape[2] - S
-        mask = None if not seen else torch.ones(S, seen + S, dtype=torch.bool, device=x.device).tril(seen)
+        # a single new position sees everything; several behind seen ones need the triangle that starts at their first
+        mask = torch.ones(S, seen + S, dtype=torch.bool, device=x.device).tril(seen) if seen and S > 1 else None
         h = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=not seen)
         x = x + self.attention_out(h.transpose(1, 2).reshape(B, S, d))
         h = self.mlp_in(self.mlp_norm(x))
@@ -80,10 +79,16 @@ class CausalBlock(nn.Module):
         return x + self.mlp_out(F.gelu(h, approximate="tanh"))
 
 
+def norm(width: int, style: Style) -> nn.Module:
+    return nn.LayerNorm(width, eps=1e-5) if style == "gpt2" else nn.RMSNorm(width, eps=1e-5)
+
+
 class CausalBackbone(nn.Module):
     """Ids (B, S) -> hidden states (B, S, d); position i sees positions up to i. Time and level say nothing here."""
 
     conditioning = "none"
+    caches = True
+    """It can go on from a `Cache`."""
 
     def __init__(self, config: Causal, nodes: int):
         super().__init__()
@@ -92,32 +97,33 @@ class CausalBackbone(nn.Module):
         self.embedding = nn.Embedding(round_up(nodes), d)
         self.positions = nn.Embedding(config.longest, d) if config.style == "gpt2" else None
         self.blocks = nn.ModuleList(CausalBlock(d, config.heads, config.style) for _ in range(config.blocks))
-        self.final_norm = (nn.LayerNorm if config.style == "gpt2" else nn.RMSNorm)(d, eps=1e-5)
+        self.final_norm = norm(d, config.style)
         self._initialise()
 
     def _initialise(self) -> None:
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
-            if isinstance(module, nn.Linear) and module.bias is not None:
-                nn.init.zeros_(module.bias)
-        if self.style == "gpt2":
-            for block in self.blocks:
-                for out in (block.attention_out, block.mlp_out):
-                    nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * len(self.blocks)))
+        """Norms keep torch's ones and zeros."""
+        into_residual = 1 / math.sqrt(2 * len(self.blocks)) if self.style == "gpt2" else 1.0
+        for name, parameter in self.named_parameters():
+            if parameter.dim() == 2:
+                nn.init.normal_(parameter, std=0.02 * (into_residual if name.endswith("_out.weight") else 1.0))
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
 
     def forward(self, nodes: Int[Tensor, "B S"], time: Float[Tensor, "B"] | None = None, level: Int[Tensor, "B"] | None = None,
                 cache: Cache | None = None) -> Float[Tensor, "B S d"]:
-        first, length = cache.seen if cache is not None else 0, nodes.shape[1]
+        first = cache.seen if cache is not None else 0
+        end = first + nodes.shape[1]
         x = self.embedding(nodes)
-        cos, sin = rotary(first + length, self.head_width, nodes.device)
+        cos, sin = rotary(end, self.head_width, nodes.device)
         if self.positions is not None:
-            if first + length > self.positions.num_embeddings:
-                raise ConfigError(f"this network has {self.positions.num_embeddings} positions, {first + length} were asked "
-                                  "for; train with a longer backbone.longest, or use the llama style")
-            x = x + self.positions(torch.arange(first, first + length, device=nodes.device))
+            if end > self.positions.num_embeddings:
+                raise ConfigError(f"this network has {self.positions.num_embeddings} positions, {end} were asked for; "
+                                  "train with a longer backbone.longest, or use the llama style")
+            x = x + self.positions.weight[first:end]
         for number, block in enumerate(self.blocks):
             x = block(x, cos[first:], sin[first:], cache, number)
+        if cache is not None:
+            cache.seen = end
         return self.final_norm(x)
 
 

@@ -81,8 +81,8 @@ def rotary(length: int, width: int, device: torch.device) -> tuple[Tensor, Tenso
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn the pairs (x_i, x_{i + width/2}) by their angles."""
-    left, right = x.float().chunk(2, dim=-1)
+    """Turn the pairs (x_i, x_{i + width/2}) by their angles, in the angles' float32 at least."""
+    left, right = x.chunk(2, dim=-1)
     return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1).to(x.dtype)
 
 
