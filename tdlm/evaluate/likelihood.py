@@ -39,15 +39,58 @@ class Bound:
     estimator: str
     pad: str
     is_bound: bool
+    estimates: Float[Tensor, "repeats rows levels"] = field(repr=False, compare=False)
+    """Nats of every row by repeat and level, from which any average can be made."""
+    row_tokens: Int[Tensor, "rows"] = field(repr=False, compare=False)
+
+    def averaged(self, batch: int) -> Bound:
+        """The same rows under the average over batches of `batch` rows (see `weights`)."""
+        return bound_of(self.estimates, self.row_tokens, estimator=self.estimator, pad=self.pad, is_bound=self.is_bound,
+                        batch=batch)
 
     def to_json(self, token_bytes: int | None = None) -> dict[str, Any]:
-        result = {"bound": self.nats, "error": self.error, "perplexity": math.exp(self.nats), "levels": self.levels,
+        result = {"bound": self.nats, "error": self.error, "perplexity": perplexity(self.nats), "levels": self.levels,
                   "level_errors": self.level_errors, "tokens": self.tokens, "documents": self.rows,
                   "repeats": self.repeats, "estimator": self.estimator, "pad": self.pad,
                   "is_a_bound": self.is_bound}
         if token_bytes:
-            result |= {"bytes": token_bytes, "bits_per_byte": self.nats * self.tokens / math.log(2) / token_bytes}
+            nats = float(self.estimates.mean(0).sum())  # of the text, whichever average the number above is
+            result |= {"bytes": token_bytes, "bits_per_byte": nats / math.log(2) / token_bytes}
         return result
+
+
+def perplexity(nats: float) -> float:
+    """exp, infinite where a float ends."""
+    return math.exp(nats) if nats < 709 else math.inf
+
+
+def weights(row_tokens: Int[Tensor, "rows"], batch: int | None = None) -> Float[Tensor, "rows"]:
+    """What a row's nats count in the average.
+
+    Over tokens (batch None): 1 / all tokens. Over batches of n_b rows with T_b tokens each: n_b / (all rows x T_b), the
+    mean of the batches' own nats per token. The two differ when batches hold different numbers of tokens, so there the
+    batch size is part of the number. Batches without a token have no ratio and are left out.
+    """
+    tokens = row_tokens.double()
+    if batch is None:
+        return torch.full_like(tokens, 1.0) / tokens.sum()
+    if batch < 1:
+        raise ConfigError(f"an average over batches needs at least 1 row a batch, got {batch}")
+    sums = torch.stack([part.sum() for part in tokens.split(batch)]).repeat_interleave(batch)[:len(tokens)]
+    return torch.where(sums > 0, 1 / sums.clamp(min=1), 0.0) / (sums > 0).sum() * _batch_rows(len(tokens), batch)
+
+
+def bound_of(estimates: Float[Tensor, "repeats rows levels"], row_tokens: Int[Tensor, "rows"], *, estimator: str, pad: str,
+             is_bound: bool, batch: int | None = None) -> Bound:
+    """The number, its error and its levels, from the nats of every row."""
+    if not int(row_tokens.sum()):
+        raise ConfigError("the validation rows hold no real tokens, only PAD")
+    share = weights(row_tokens, batch)
+    levels = (estimates.mean(0) * share[:, None]).sum(0)
+    return Bound(nats=float(levels.sum()), error=_error(estimates.sum(2), share), levels=levels.tolist(),
+                 level_errors=[_error(estimates[:, :, level], share) for level in range(estimates.shape[2])],
+                 tokens=int(row_tokens.sum()), rows=len(row_tokens), repeats=len(estimates), estimator=estimator, pad=pad,
+                 is_bound=is_bound, estimates=estimates, row_tokens=row_tokens)
 
 
 def pad_name(objective: Objective, rows: Tensor) -> str:
@@ -60,8 +103,6 @@ def evaluate_bound(model: Network, objective: Objective, rows: Tensor, *, batch:
                    estimator: str | None = None, dtype: str = "float32",
                    progress: Callable[[int, int], None] | None = None) -> Bound:
     """The bound of `rows` (R, S), any R >= 1; a last batch may be smaller. Without a wish the best valid estimator."""
-    if repeats < 2:
-        raise ConfigError(f"an error bar needs at least 2 repeats, got {repeats}")
     if not len(rows):
         raise ConfigError("there is nothing to evaluate: the validation split holds no rows")
     device = objective.tree.ancestor.device
@@ -70,6 +111,10 @@ def evaluate_bound(model: Network, objective: Objective, rows: Tensor, *, batch:
     if estimator not in known:
         raise ConfigError(f"the estimator {estimator!r} is not valid for this method and network (count needs the cascade and "
                           f"a network that is not told the time); use {' or '.join(known)}")
+    if estimator == "exact":
+        repeats = 1  # nothing is drawn: another repeat would give the same numbers
+    elif repeats < 2:
+        raise ConfigError(f"an error bar needs at least 2 repeats, got {repeats}")
     score = known[estimator]
     levels = torch.zeros(repeats, len(rows), objective.levels, dtype=torch.float64)
     tokens = 0
@@ -95,5 +140,5 @@ def evaluate_bound(model: Network, objective: Objective, rows: Tensor, *, batch:
 
 
 def _error(estimates: Tensor, tokens: int) -> float:
-    """Standard error of the mean over repeats (first axis), summed over rows, per token."""
-    return float(torch.sqrt(estimates.var(0).sum() / len(estimates)) / tokens)
+    """Standard error of the mean over repeats (first axis), summed over rows, per token; an exact number has none."""
+    return 0.0 if len(estimates) == 1 else float(torch.sqrt(estimates.var(0).sum() / len(estimates)) / tokens)

@@ -42,6 +42,8 @@ class AdaptiveHead(nn.Module):
         inner = [max(1, int(width / div_value**number)) for number in range(1, len(cutoffs) + 1)]
         self.tails = nn.ModuleList(nn.Sequential(nn.Linear(width, w, bias=False), nn.Linear(w, high - low, bias=False))
                                    for w, (low, high) in zip(inner, pairwise((*cutoffs, size))))
+        self.flops = 2 * sum(weight.numel() for weight in self.parameters())
+        """Forward, per position, when every cluster is needed: at most this."""
         nn.init.zeros_(self.output.weight)
         for tail in self.tails:
             nn.init.zeros_(tail.get_submodule("1").weight)  # pyright: ignore[reportArgumentType]

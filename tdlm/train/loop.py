@@ -34,15 +34,17 @@ from .optimizer import learning_rate
 from .plan import train_flops
 from .provenance import device_name, now, provenance, versions
 from .step import Trainer, compile_backbone
+from .warmstart import source_of, warm_start
 
 
 def train(config: RunConfig, *, data: Path | str, tree: Path | str | None = None, out: Path | str, device: str | None = None,
-          compile: bool | None = None, command: str | None = None,
+          compile: bool | None = None, command: str | None = None, init: Path | str | None = None,
           progress: metrics.Progress | None = None) -> dict[str, Any]:
     """Train a run, or continue the one in `out`; returns a summary.
 
     A flat method (masked diffusion, autoregressive) takes no tree. `compile` None means: on a GPU yes, on a CPU no.
-    `command` is what the user typed (kept as provenance and repeated when the run is interrupted).
+    `command` is what the user typed (kept as provenance and repeated when the run is interrupted). `init` is a run or a
+    checkpoint whose weights the first step begins with (`warmstart.py`).
     """
     data, out = Path(data), Path(out)
     command = shlex.join(sys.argv) if command is None else command
@@ -50,17 +52,21 @@ def train(config: RunConfig, *, data: Path | str, tree: Path | str | None = None
     progress = metrics.progress() if progress is None else progress
     store = TokenStore(data)
     loaded, tree_bytes = tree_of(config, tree, store)
+    source, label = source_of(init, config, store.tokenizer, out, progress.note)
     identity = {"data_fingerprint": store.fingerprint, "tokenizer_hash": store.tokenizer.hash,
-                "tree_hash": bytes_hash(tree_bytes)}
+                "tree_hash": bytes_hash(tree_bytes), "init": label}
     with folder.hold(out), contextlib.closing(progress), tf32(chosen):
         old = folder.read(out)
         if old is not None:
             folder.compare(out, old, config.to_json(), identity)
         assembly = assemble(config, loaded, pad_id=store.tokenizer.pad_id, counts=torch.from_numpy(store.counts),
                             device=chosen)
+        started = None
+        if source is not None and checkpoint.latest(out) is None:
+            started = warm_start(assembly.model, config, loaded, source)
         if old is None:
             folder.create(out, config.to_json(), provenance(
-                chosen, command=command, data=os.path.relpath(data, out), **identity,
+                chosen, command=command, data=os.path.relpath(data, out), **identity, warm_start=started,
                 parameters=count_parameters(assembly.model)))
         folder.keep_copies(out, tree_bytes, identity["tree_hash"], store.tokenizer.save)
         sitting = Sitting(config, out, store, assembly, chosen, progress, command)
@@ -199,7 +205,8 @@ class Sitting:
         if self.device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self.device)
         peak = metrics.peak_flops(self.chip)
-        self.cost = train_flops(trainer.model, self.config)["train"] / peak if peak else None
+        flops = train_flops(trainer.model, self.config, self.assembly.objective.tree.height)
+        self.cost = flops["train"] / peak if peak else None
         rows = TrainRows(self.store, length=self.config.data.length, layout=self.config.data.layout,
                          batch=settings.batch, seed=settings.seed)
         self.held_out = self.valid_rows()

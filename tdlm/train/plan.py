@@ -7,7 +7,9 @@ without their modulation, which acts once per sequence),
     forward = 2 W + 4 S d L + 2 d K          matrix products, attention (scores and values), head at every position
     train   = 3 forward                      the backward pass costs two forwards; recomputation is not counted
 
-The head's term is an upper bound: a position that shows its token already needs no head.
+The head's term is an upper bound: a position that shows its token already needs no head. A left-to-right method goes down
+the whole tree at every position: H K instead of K. Causal attention is counted in full, as is usual. A head with
+another cost than one matrix says so itself (`flops`, per position).
 
 Memory is that of training without torch.compile: float32 weights, gradients and two moments, plus what autograd keeps
 for the backward pass, found by running the real backbone on fake tensors (shapes and dtypes only), plus the logits.
@@ -50,7 +52,7 @@ def plan(config: RunConfig, *, vocabulary: int = 50_258, branching: int = 512,
                  "height": tree.height, "internal_nodes": tree.nodes - tree.size, "nodes": tree.nodes,
                  "embedding_rows": model.backbone.embedding.num_embeddings},
         "parameters": count_parameters(model),
-        "flops_per_token": train_flops(model, config),
+        "flops_per_token": train_flops(model, config, tree.height),
         **_budget(config, model, tree),
         "config": config.to_json(),
     }
@@ -60,8 +62,8 @@ def _budget(config: RunConfig, model: Model, tree: Tree) -> dict[str, Any]:
     settings, length = config.train, config.data.length
     micro = settings.micro_batch or settings.batch
     tokens = settings.steps * settings.batch * length
-    flops = train_flops(model, config)["train"]
-    memory = predicted_memory(config, model, micro)
+    flops = train_flops(model, config, tree.height)["train"]
+    memory = predicted_memory(config, model, micro, tree.height)
     value = 2 if settings.dtype == "bfloat16" else 4
     return {
         "training": {"steps": settings.steps, "batch": settings.batch, "length": length, "token_positions": tokens,
@@ -111,21 +113,28 @@ def matrix_weights(model: Model) -> int:
                if isinstance(linear, nn.Linear) and "modulation" not in name)
 
 
-def train_flops(model: Model, config: RunConfig) -> dict[str, Any]:
-    """FLOPs per token position, forward and for a training step."""
+def levels_scored(config: RunConfig, height: int) -> int:
+    """How many nodes' children are scored per position."""
+    return height if config.method.causal else 1
+
+
+def train_flops(model: Model, config: RunConfig, height: int = 1) -> dict[str, Any]:
+    """FLOPs per token position, forward and for a training step; a left-to-right method needs the tree's height."""
     width, length = model.backbone.width, config.data.length
+    head = getattr(model.head, "flops", 2 * width * model.head.branching)  # type: ignore[attr-defined]
     parts = {"matrices": 2 * matrix_weights(model), "attention": 4 * length * width * len(model.backbone.blocks),
-             "head": 2 * width * model.head.branching}  # type: ignore[attr-defined]
+             "head": head * levels_scored(config, height)}
     forward = sum(parts.values())
     return {**parts, "forward": forward, "train": 3 * forward,
             "formula": "forward = 2 W + 4 S d L + 2 d K; train = 3 forward (docs/training.md)"}
 
 
-def predicted_memory(config: RunConfig, model: Model, micro: int) -> dict[str, Any]:
+def predicted_memory(config: RunConfig, model: Model, micro: int, height: int = 1) -> dict[str, Any]:
     """Bytes of a training step with `micro` sequences at once; linear in them, so two fake runs tell all."""
     total = count_parameters(model)["total"]
     one, two = (activation_bytes(config, model, sequences) for sequences in (1, 2))
-    logits = config.data.length * model.head.branching * LOGIT_BYTES  # type: ignore[attr-defined]
+    scores = model.head.branching * levels_scored(config, height)  # type: ignore[attr-defined]
+    logits = config.data.length * scores * LOGIT_BYTES
     fixed = {"weights": 4 * total, "gradients": 4 * total, "optimizer": 8 * total,
              "average": 0 if config.train.ema is None else 4 * total, "weight_casts": max(0, 2 * one - two)}
     per_sequence = two - one + logits
