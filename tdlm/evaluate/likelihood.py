@@ -1,23 +1,26 @@
 """The published number: the bound on held-out rows, per level, with its Monte-Carlo error.
 
 Every row is scored `repeats` times with independent noise (times stratified over all rows of a repeat). With X_dr the
-estimate of row d in repeat r, the bound is sum_d mean_r X_dr / tokens, and its Monte-Carlo standard error
+estimate of row d in repeat r and c_d the row's share in the average (1 / tokens; `weights` has the other one), the bound
+is sum_d c_d mean_r X_dr, and its Monte-Carlo standard error
 
-    sqrt( sum_d var_r(X_dr) / repeats ) / tokens,
+    sqrt( sum_d c_d^2 var_r(X_dr) / repeats ),
 
 which treats rows as independent; stratification makes the true error smaller, never larger in expectation. The error
 says how far the number is from what infinitely many repeats on *these* rows would give. The estimators are the
 method's: `sampled` (the paper's: one time per sequence), `count` (one uniform count of masked positions per level: no
-noise of time; cascade and a network that is not told the time), `exact` (no noise at all: autoregressive).
+noise of time; cascade and a network that is not told the time), `exact` (no noise at all: autoregressive; one repeat is
+all there is and the error is 0).
 """
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import ConfigError
@@ -76,15 +79,16 @@ def weights(row_tokens: Int[Tensor, "rows"], batch: int | None = None) -> Float[
         return torch.full_like(tokens, 1.0) / tokens.sum()
     if batch < 1:
         raise ConfigError(f"an average over batches needs at least 1 row a batch, got {batch}")
-    sums = torch.stack([part.sum() for part in tokens.split(batch)]).repeat_interleave(batch)[:len(tokens)]
-    return torch.where(sums > 0, 1 / sums.clamp(min=1), 0.0) / (sums > 0).sum() * _batch_rows(len(tokens), batch)
+    parts = [(len(part), float(part.sum())) for part in tokens.split(batch)]
+    counted = sum(rows for rows, total in parts if total)
+    return torch.cat([tokens.new_full((rows,), rows / (counted * total) if total else 0.0) for rows, total in parts])
 
 
 def bound_of(estimates: Float[Tensor, "repeats rows levels"], row_tokens: Int[Tensor, "rows"], *, estimator: str, pad: str,
              is_bound: bool, batch: int | None = None) -> Bound:
     """The number, its error and its levels, from the nats of every row."""
     if not int(row_tokens.sum()):
-        raise ConfigError("the validation rows hold no real tokens, only PAD")
+        raise ConfigError("the rows to evaluate hold no real tokens, only PAD")
     share = weights(row_tokens, batch)
     levels = (estimates.mean(0) * share[:, None]).sum(0)
     return Bound(nats=float(levels.sum()), error=_error(estimates.sum(2), share), levels=levels.tolist(),
@@ -116,8 +120,8 @@ def evaluate_bound(model: Network, objective: Objective, rows: Tensor, *, batch:
     elif repeats < 2:
         raise ConfigError(f"an error bar needs at least 2 repeats, got {repeats}")
     score = known[estimator]
-    levels = torch.zeros(repeats, len(rows), objective.levels, dtype=torch.float64)
-    tokens = 0
+    estimates = torch.zeros(repeats, len(rows), objective.levels, dtype=torch.float64)
+    tokens = torch.zeros(len(rows), dtype=torch.int64)
     starts = range(0, len(rows), batch)
     for repeat in range(repeats):
         for done, start in enumerate(starts):
@@ -125,20 +129,16 @@ def evaluate_bound(model: Network, objective: Objective, rows: Tensor, *, batch:
             index = torch.arange(start, start + len(chunk), device=device)
             with autocast(device, dtype):
                 loss = score(model, chunk, draws=Draws(seed, repeat, "evaluate", index, len(rows)))
-            levels[repeat, start:start + len(chunk)] = loss.parts["levels"].cpu()
-            if repeat == 0:
-                tokens += int(loss.parts["tokens"].sum())
+            estimates[repeat, start:start + len(chunk)] = loss.parts["levels"].cpu()
+            tokens[start:start + len(chunk)] = loss.parts["tokens"].cpu()
             if progress is not None:
                 progress(repeat * len(starts) + done + 1, repeats * len(starts))
-    if tokens == 0:
-        raise ConfigError("the validation rows hold no real tokens, only PAD")
-    total, per_level = levels.sum(2), levels.mean(0).sum(0) / tokens
-    return Bound(nats=float(total.mean(0).sum() / tokens), error=_error(total, tokens), levels=per_level.tolist(),
-                 level_errors=[_error(levels[:, :, level], tokens) for level in range(objective.levels)], tokens=tokens,
-                 rows=len(rows), repeats=repeats, estimator=estimator, pad=(mode := pad_name(objective, rows)),
-                 is_bound=mode == "pack" or objective.is_bound)
+    mode = pad_name(objective, rows)
+    return bound_of(estimates, tokens, estimator=estimator, pad=mode, is_bound=mode == "pack" or objective.is_bound)
 
 
-def _error(estimates: Tensor, tokens: int) -> float:
-    """Standard error of the mean over repeats (first axis), summed over rows, per token; an exact number has none."""
-    return 0.0 if len(estimates) == 1 else float(torch.sqrt(estimates.var(0).sum() / len(estimates)) / tokens)
+def _error(estimates: Tensor, share: Tensor) -> float:
+    """Standard error of the mean over repeats (first axis), summed over rows; a single repeat is exact."""
+    if len(estimates) == 1:
+        return 0.0
+    return float(torch.sqrt((estimates.var(0) * share**2).sum() / len(estimates)))
