@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -67,10 +67,10 @@ def read_config(out: Path) -> RunConfig:
     return RunConfig.from_json(value["config"])
 
 
-def compare(out: Path, old: dict[str, Any], config: dict[str, Any], identity: dict[str, str]) -> None:
+def compare(out: Path, old: dict[str, Any], config: dict[str, Any], identity: Mapping[str, str | None]) -> None:
     """Refuse to continue a run as another one; the error lists every field that differs."""
     lines = [line for line in difference(old["config"], config) if line.split(":", 1)[0] not in FREE]
-    lines += difference({name: old["provenance"].get(name) for name in identity}, identity)
+    lines += difference({name: old["provenance"].get(name) for name in identity}, dict(identity))
     if lines:
         raise RunError(f"{out} was made with other settings (run -> now): {'; '.join(lines)}; "
                        "repeat the run's own command to continue it, or choose a new --out")

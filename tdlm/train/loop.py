@@ -61,12 +61,12 @@ def train(config: RunConfig, *, data: Path | str, tree: Path | str | None = None
             folder.compare(out, old, config.to_json(), identity)
         assembly = assemble(config, loaded, pad_id=store.tokenizer.pad_id, counts=torch.from_numpy(store.counts),
                             device=chosen)
-        started = None
+        started = {}
         if source is not None and checkpoint.latest(out) is None:
-            started = warm_start(assembly.model, config, loaded, source)
+            started["warm_start"] = warm_start(assembly.model, config, loaded, source)
         if old is None:
             folder.create(out, config.to_json(), provenance(
-                chosen, command=command, data=os.path.relpath(data, out), **identity, warm_start=started,
+                chosen, command=command, data=os.path.relpath(data, out), **identity, **started,
                 parameters=count_parameters(assembly.model)))
         folder.keep_copies(out, tree_bytes, identity["tree_hash"], store.tokenizer.save)
         sitting = Sitting(config, out, store, assembly, chosen, progress, command)
