@@ -1,9 +1,10 @@
 """The network: a backbone that returns hidden states and a head that gives a distribution over children."""
 from .adaptive import Adaptive, AdaptiveHead
 from .causal import Causal, CausalBackbone
+from .dense import Dense, DenseHead
 from .head import LevelHead, PerLevel, Shared, SharedHead, Tied, TiedHead
 from .model import Model
 from .transformer import Backbone
 
-__all__ = ["Adaptive", "AdaptiveHead", "Backbone", "Causal", "CausalBackbone", "LevelHead", "Model", "PerLevel", "Shared",
-           "SharedHead", "Tied", "TiedHead"]
+__all__ = ["Adaptive", "AdaptiveHead", "Backbone", "Causal", "CausalBackbone", "Dense", "DenseHead", "LevelHead",
+           "Model", "PerLevel", "Shared", "SharedHead", "Tied", "TiedHead"]

@@ -8,8 +8,9 @@ without their modulation, which acts once per sequence),
     train   = 3 forward                      the backward pass costs two forwards; recomputation is not counted
 
 The head's term is an upper bound: a position that shows its token already needs no head. A left-to-right method goes down
-the whole tree at every position: H K instead of K. Causal attention is counted in full, as is usual. A head with
-another cost than one matrix says so itself (`flops`, per position).
+the whole tree at every position: H K instead of K. Causal attention is counted in full, as is usual. A head with another
+number of logits than K says so itself (`classes`: V for a dense head), one with another cost than one matrix too (`flops`,
+per position).
 
 Memory is that of training without torch.compile: float32 weights, gradients and two moments, plus what autograd keeps
 for the backward pass, found by running the real backbone on fake tensors (shapes and dtypes only), plus the logits.
@@ -69,8 +70,8 @@ def _budget(config: RunConfig, model: Model, tree: Tree) -> dict[str, Any]:
         "training": {"steps": settings.steps, "batch": settings.batch, "length": length, "token_positions": tokens,
                      "flops": tokens * flops},
         "memory": memory,
-        "logits": {"micro_batch": micro, "bytes_per_value": value, "tree": micro * length * tree.branching * value,
-                   "dense": micro * length * tree.size * value, "ratio": tree.size / tree.branching},
+        "logits": {"micro_batch": micro, "bytes_per_value": value, "tree": micro * length * classes(model) * value,
+                   "dense": micro * length * tree.size * value, "ratio": tree.size / classes(model)},
         "time": {"assumed_mfu": ASSUMED_MFU, "chips": [_chip(config, memory, flops, tokens, *chip) for chip in CHIPS]},
     }
 
@@ -118,10 +119,15 @@ def levels_scored(config: RunConfig, height: int) -> int:
     return height if config.method.causal else 1
 
 
+def classes(model: Model) -> int:
+    """Logits of a scored position (K above)."""
+    return getattr(model.head, "classes", model.head.branching)  # type: ignore[attr-defined]
+
+
 def train_flops(model: Model, config: RunConfig, height: int = 1) -> dict[str, Any]:
     """FLOPs per token position, forward and for a training step; a left-to-right method needs the tree's height."""
     width, length = model.backbone.width, config.data.length
-    head = getattr(model.head, "flops", 2 * width * model.head.branching)  # type: ignore[attr-defined]
+    head = getattr(model.head, "flops", 2 * width * classes(model))
     parts = {"matrices": 2 * matrix_weights(model), "attention": 4 * length * width * len(model.backbone.blocks),
              "head": head * levels_scored(config, height)}
     forward = sum(parts.values())
@@ -133,8 +139,7 @@ def predicted_memory(config: RunConfig, model: Model, micro: int, height: int = 
     """Bytes of a training step with `micro` sequences at once; linear in them, so two fake runs tell all."""
     total = count_parameters(model)["total"]
     one, two = (activation_bytes(config, model, sequences) for sequences in (1, 2))
-    scores = model.head.branching * levels_scored(config, height)  # type: ignore[attr-defined]
-    logits = config.data.length * scores * LOGIT_BYTES
+    logits = config.data.length * classes(model) * levels_scored(config, height) * LOGIT_BYTES
     fixed = {"weights": 4 * total, "gradients": 4 * total, "optimizer": 8 * total,
              "average": 0 if config.train.ema is None else 4 * total, "weight_casts": max(0, 2 * one - two)}
     per_sequence = two - one + logits

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tdlm.assemble import assemble
 from tdlm.config import BackboneConfig, DataConfig, RunConfig, TrainConfig
 from tdlm.errors import ConfigError
-from tdlm.model.head import PerLevel, Tied
+from tdlm.model import Dense, PerLevel, Tied
 from tdlm.objectives.tree import TreeMethod
 from tdlm.rng import Draws
 from tdlm.train.plan import complete_tree, matrix_weights, meta_model, plan, predicted_memory, train_flops
@@ -109,6 +109,16 @@ def test_every_head_is_counted(head: Any) -> None:
     counts = plan(replace(TINY, method=TreeMethod(head=head)), vocabulary=100, branching=10)["parameters"]
     assert counts["head"] == (128 if isinstance(head, Tied) else 2 * 65 * 10)
     assert counts["total"] == sum(counts[part] for part in ("blocks", "embedding", "conditioning", "final", "head"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_dense_head_counts_the_vocabulary(tied: bool) -> None:
+    config = replace(TINY, method=TreeMethod(head=Dense(tied)))
+    dense, shared = plan(config, vocabulary=100, branching=10), plan(TINY, vocabulary=100, branching=10)
+    assert dense["parameters"]["head"] == (100 if tied else 65 * 100)
+    assert dense["flops_per_token"]["head"] == 2 * 64 * 100 == 10 * shared["flops_per_token"]["head"]
+    assert dense["memory"]["logits"] == 10 * shared["memory"]["logits"]
+    assert dense["logits"]["tree"] == dense["logits"]["dense"] and dense["logits"]["ratio"] == 1
 
 
 def test_nothing_random_is_touched() -> None:
