@@ -36,4 +36,8 @@ def assemble(config: RunConfig, tree: Tree, *, pad_id: int | None, counts: Tenso
         torch.manual_seed(key("init", config.train.seed))
         backbone = config.backbone.build(objective.num_states, tree.height)
         head = method.head.build(tree, backbone.embedding, mass)
+    longest = getattr(backbone, "longest", None)
+    if longest is not None and longest < config.data.length:
+        raise ConfigError(f"backbone.longest={longest} is shorter than data.length={config.data.length}; "
+                          f"--set backbone.longest={config.data.length}, or a backbone without a table of positions")
     return Assembly(Model(backbone, head).to(device), objective)

@@ -95,7 +95,8 @@ class CausalBackbone(nn.Module):
         d = config.width
         self.width, self.style, self.head_width = d, config.style, d // config.heads
         self.embedding = nn.Embedding(round_up(nodes), d)
-        self.positions = nn.Embedding(config.longest, d) if config.style == "gpt2" else None
+        self.longest = config.longest if config.style == "gpt2" else None
+        self.positions = None if self.longest is None else nn.Embedding(self.longest, d)
         self.blocks = nn.ModuleList(CausalBlock(d, config.heads, config.style) for _ in range(config.blocks))
         self.final_norm = norm(d, config.style)
         self._initialise()
@@ -118,7 +119,7 @@ class CausalBackbone(nn.Module):
         if self.positions is not None:
             if end > self.positions.num_embeddings:
                 raise ConfigError(f"this network has {self.positions.num_embeddings} positions, {end} were asked for; "
-                                  "train with a longer backbone.longest, or use the llama style")
+                                  "use a longer backbone.longest when training, or the llama style")
             x = x + self.positions.weight[first:end]
         for number, block in enumerate(self.blocks):
             x = block(x, cos[first:], sin[first:], cache, number)

@@ -107,8 +107,8 @@ class AutoregressiveObjective:
             choices = choices & ~pad
         level, row, column = choices.nonzero(as_tuple=True)
         start = torch.full_like(tokens[:, :1], self.tree.root)
-        never = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
-        hidden = model.hidden(torch.cat([start, tokens[:, :-1]], 1), never, None)
+        no_time = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
+        hidden = model.hidden(torch.cat([start, tokens[:, :-1]], 1), no_time, None)
         slot = self.tree.slot[level, tokens[row, column]]
         nll = model.head.nll(hidden[row, column], parent[level, row, column], slot)
         levels = by_row(row * self.levels + level, nll, len(tokens) * self.levels).view(-1, self.levels)

@@ -171,6 +171,10 @@ def test_a_text_longer_than_the_position_table_is_refused():
     with pytest.raises(ConfigError, match="16 positions, 17 were asked"):
         backbone("gpt2")(ids[:, :1], cache=cache)
     assert backbone("llama")(ids).shape == (1, 17, 24)
+    run = RunConfig("long", Autoregressive(), DataConfig(length=17), Causal("gpt2", blocks=1, width=8, heads=2, longest=16))
+    with pytest.raises(ConfigError, match="shorter than data"):
+        assemble(run, Tree.star(5), pad_id=None)
+    assemble(replace(run, data=DataConfig(length=16)), Tree.star(5), pad_id=None)
 
 
 @pytest.mark.parametrize("options", [{"blocks": 0}, {"longest": 0}, {"width": 30, "heads": 4}, {"heads": 0}])
