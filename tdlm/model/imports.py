@@ -97,13 +97,15 @@ def read_checkpoint(spec: str | Path, *, tokens: int | None = None, heads: int |
     rows, d = tensors[_EMBEDDING].shape
     heads = heads or _heads(tensors, settings, d)
     tokens, known = _token_count(family, rows, tokens, settings)
-    told_time = family == "gidd" or bool(settings.get("time_conditioning", False))
+    if family == "mdlm" and settings.get("time_conditioning"):
+        raise RunError(f"{place} is an MDLM that is told its noise level sigma; only the published kind, which is told nothing, "
+                       "can be read")
     blocks = 1 + max((int(match[1]) for name in tensors if (match := _BLOCK_NAME.fullmatch(name))), default=-1)
-    backbone = BackboneConfig(blocks=blocks, width=d, heads=heads, conditioning="time" if told_time else "none",
+    backbone = BackboneConfig(blocks=blocks, width=d, heads=heads, conditioning="time" if family == "gidd" else "none",
                               condition_width=_size(tensors, "sigma_map.mlp.0.weight"))
     renamed = {_rename(name): value for name, value in tensors.items() if _is_taken(name, value)}
     renamed |= _vocabulary(tensors, tokens, known)
-    if not told_time:
+    if family == "mdlm":
         renamed = fold_condition(renamed, time_condition(renamed, torch.zeros(1))[0])
     digest = bytes_hash("".join(file_hash(path) for path in files).encode())
     return Imported(family, backbone, renamed, tokens, tuple(range(known, tokens)), _length(tensors, settings), settings,
