@@ -59,12 +59,12 @@ class CausalBlock(nn.Module):
         self.mlp_in = nn.Linear(width, 4 * width * (1 if bias else 2), bias=bias)
         self.mlp_out = nn.Linear(4 * width, width, bias=bias)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, cache: Cache | None, number: int) -> Tensor:
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor] | None, cache: Cache | None, number: int) -> Tensor:
         B, S, d = x.shape
         qkv = self.qkv(self.attention_norm(x)).view(B, S, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
         q, k, v = qkv.unbind(0)
-        if self.style == "llama":
-            q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if angles is not None:
+            q, k = rotate(q, *angles), rotate(k, *angles)
         if cache is not None:
             k, v = cache.extend(number, k, v)
         seen = k.shape[2] - S
@@ -114,15 +114,17 @@ class CausalBackbone(nn.Module):
                 cache: Cache | None = None) -> Float[Tensor, "B S d"]:
         first = cache.seen if cache is not None else 0
         end = first + nodes.shape[1]
-        x = self.embedding(nodes)
-        cos, sin = rotary(end, self.head_width, nodes.device)
-        if self.positions is not None:
+        x, angles = self.embedding(nodes), None
+        if self.positions is None:
+            cos, sin = rotary(end, self.head_width, nodes.device)
+            angles = cos[first:], sin[first:]
+        else:
             if end > self.positions.num_embeddings:
                 raise ConfigError(f"this network has {self.positions.num_embeddings} positions, {end} were asked for; "
                                   "use a longer backbone.longest when training, or the llama style")
             x = x + self.positions.weight[first:end]
         for number, block in enumerate(self.blocks):
-            x = block(x, cos[first:], sin[first:], cache, number)
+            x = block(x, angles, cache, number)
         if cache is not None:
             cache.seen = end
         return self.final_norm(x)
