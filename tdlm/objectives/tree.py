@@ -17,22 +17,24 @@ and its baseline): *not a bound*, since visible PADs leak the length. Rows witho
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..model.head import Shared
+from ..model.head import Shared, takes_all, weighted_nll
 from ..model.model import Network
 from ..process import Cascade, Moment, corrupt
 from ..registry import register
 from ..rng import Draws
-from ..sample import Sampled, generate
+from ..sample import Sampled, confidence, first_hitting, generate
+from ..sample.walk import Alone, Reader, from_units, in_units
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler, is_pad
+from .base import Estimator, Loss, Pad, by_row, choose_sampler, everywhere, is_pad
 
 
 def level_weights(kind: str, gamma: float, height: int) -> Float[Tensor, "H"]:
@@ -74,9 +76,27 @@ class TreeMethod:
         return TreeObjective(self, tree, pad_id)
 
 
+@dataclass(frozen=True)
+class Terms:
+    """The cross-entropies of given states."""
+
+    row: Int[Tensor, "M"]
+    level: Int[Tensor, "M"]
+    cost: Float[Tensor, "M"]
+    """What each adds to the bound before its weight, under the PAD mode."""
+    train: Float[Tensor, ""]
+
+
+SAMPLERS: dict[str, Callable[..., Sampled]] = {"ancestral": generate, "first-hitting": first_hitting,
+                                               "confidence": confidence}
+
+
 class TreeObjective:
     causal = False
-    samplers = ("ancestral",)
+    samplers = tuple(SAMPLERS)
+    unit = 1
+    """Positions that are corrupted as one."""
+    reader: Reader = Alone()
 
     def __init__(self, method: TreeMethod, tree: Tree, pad_id: int | None):
         self.method, self.process, self.tree, self.pad_id = method, method.process, tree, pad_id
@@ -104,70 +124,75 @@ class TreeObjective:
 
     def loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
         moment = self.process.moment(draws.strata("time"), self.tree.height, self.method.clip)
-        heights = corrupt(moment, draws.uniform("state", tokens.shape[1]))
-        return self.score(model, tokens, heights, moment)
+        length = tokens.shape[1]
+        heights = corrupt(moment, draws.uniform("state", -(-length // self.unit)))
+        return self.score(model, tokens, from_units(heights, self.unit, length), moment)
 
     def score(self, model: Network, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment) -> Loss:
         """The loss of given states: everything of `loss` but the drawing."""
-        pad = is_pad(tokens, self.pad_id)
-        if self.pad == "given-length":
-            heights = heights.masked_fill(pad, 0)
-        row, column, level, nll = self._cross_entropies(model, tokens, heights, moment)
-        counted = nll if self.pad != "drop" else nll.masked_fill(pad[row, column], 0)
-        cell, cells = row * self.levels + level, len(tokens) * self.levels
-        bound = by_row(cell, counted.double() * moment.weight[row, level], cells).view(-1, self.levels)
-        weight = moment.train_weight[row, level] * self.level_weights[level]
-        train = (nll * weight.to(nll.dtype)).sum() / tokens.numel()
-        return Loss(train, bound.sum(1), {"levels": bound, "tokens": (~pad).sum(1)})
+        terms = self.terms(model, tokens, heights, moment)
+        cell, cells = terms.row * self.levels + terms.level, len(tokens) * self.levels
+        bound = by_row(cell, terms.cost.double() * moment.weight[terms.row, terms.level], cells).view(-1, self.levels)
+        return Loss(terms.train, bound.sum(1), {"levels": bound, "tokens": (~is_pad(tokens, self.pad_id)).sum(1)})
 
-    def _cross_entropies(self, model: Network, tokens: Tensor, heights: Tensor,
-                         moment: Moment) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Row, column, level and cross-entropy of every active position.
+    def terms(self, model: Network, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment) -> Terms:
+        nodes, active = self.active(tokens, heights, moment)
+        hidden = model.hidden(nodes, moment.time, moment.level)
+        if takes_all(model.head, hidden):  # a token has one child, itself: it costs nothing
+            row, column = everywhere(tokens)
+            nodes, heights = torch.where(active, nodes, tokens), torch.where(active, heights, 1)
+        else:
+            row, column = active.nonzero(as_tuple=True)
+        level = heights[row, column] - 1
+        slot = torch.where(active, self.tree.slot[(heights - 1).clamp(min=0), tokens], 0)[row, column]
+        share = moment.train_weight[row, level] * self.level_weights[level] / tokens.numel()
+        train, nll = weighted_nll(model.head, hidden[row, column], nodes[row, column], slot, share)
+        cost = nll.masked_fill(is_pad(tokens, self.pad_id)[row, column], 0) if self.pad == "drop" else nll
+        return Terms(row, level, cost, train)
+
+    def active(self, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"],
+               moment: Moment) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
+        """What is seen, and which positions have something to predict.
 
         A position is active when its node has a choice of children *and* its level carries weight now: in the cascade
         a position that has not yet left the child state of a higher level is an inner node too, but has nothing to predict.
         """
+        if self.pad == "given-length":
+            heights = heights.masked_fill(is_pad(tokens, self.pad_id), 0)
         nodes = self.tree.ancestor[heights, tokens]
         carries = (moment.weight > 0).gather(1, (heights - 1).clamp(min=0)) & (heights > 0)
-        row, column = (carries & (self.tree.num_children[nodes] > 1)).nonzero(as_tuple=True)
-        hidden = model.hidden(nodes, moment.time, moment.level)
-        level = heights[row, column] - 1
-        slot = self.tree.slot[level, tokens[row, column]]
-        return row, column, level, model.head.nll(hidden[row, column], nodes[row, column], slot)
+        return nodes, carries & (self.tree.num_children[nodes] > 1)
 
     def exact_count_loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
-        """The low-variance estimate of the same bound: one uniform *count* of masked positions per level.
+        """The low-variance estimate of the same bound: one uniform *count* of masked units per level.
 
-        Cascade only, and only for a network that is not told t; any alpha. For each level, with n active-eligible
-        positions, k ~ U{1..n} of them stand in the parent state and the level's term is n times their mean
-        cross-entropy. Positions that are not eligible (one child) stand in the parent state when their own uniform
-        lies below the k-th smallest of the eligible ones, which is exactly their law given k.
+        Cascade only, and only for a network that is not told t; any alpha. For each level, with n units that are eligible
+        to be active (a unit is a position here), k ~ U{1..n} of them stand in the parent state and the level's term is n
+        times their mean cross-entropy. Units that are not eligible (one child) stand in the parent state when their own
+        uniform lies below the k-th smallest of the eligible ones, which is exactly their law given k.
         """
         pad, bounds = is_pad(tokens, self.pad_id), []
         for level in range(self.levels):
             eligible = self.tree.num_children[self.tree.ancestor[level + 1][tokens]] > 1
             if self.pad == "given-length":
                 eligible = eligible & ~pad
+            eligible = in_units(eligible, self.unit).any(-1)
             n = eligible.sum(1)
             k = (1 + draws.strata(f"count {level}") * n).long().clamp(max=n.clamp(min=1))
-            uniform = draws.uniform(f"order {level}", tokens.shape[1])
+            uniform = draws.uniform(f"order {level}", eligible.shape[1])
             ordered = uniform.masked_fill(~eligible, 2.0).sort(1).values
             threshold = ordered.gather(1, (k - 1)[:, None]).masked_fill((n == 0)[:, None], -1.0)
-            heights = level + (uniform <= threshold).long()
-            if self.pad == "given-length":
-                heights = heights.masked_fill(pad, 0)
+            heights = level + from_units((uniform <= threshold).long(), self.unit, tokens.shape[1])
             middle = torch.full((len(tokens),), (level + 0.5) / self.levels, dtype=torch.float64, device=tokens.device)
             carries = torch.zeros(len(tokens), self.levels, device=tokens.device)
             carries[:, level] = 1
-            moment = Moment(middle, torch.full_like(k, level), carries, carries, carries)
-            row, column, _, nll = self._cross_entropies(model, tokens, heights, moment)
-            if self.pad == "drop":
-                nll = nll.masked_fill(pad[row, column], 0)
-            bounds.append(by_row(row, nll, len(tokens)) * n / k)
+            terms = self.terms(model, tokens, heights, Moment(middle, torch.full_like(k, level), carries, carries, carries))
+            bounds.append(by_row(terms.row, terms.cost, len(tokens)) * n / k)
         levels = torch.stack(bounds, 1)
         return Loss(levels.sum() / tokens.numel(), levels.sum(1), {"levels": levels, "tokens": (~pad).sum(1)})
 
     def sample(self, model: Network, shape: tuple[int, int], *, steps: int, draws: Draws, prefix: Tensor | None = None,
                sampler: str | None = None, **options: Any) -> Sampled:
-        choose_sampler(self.samplers, sampler)
-        return generate(model, self.process, self.tree, shape, steps=steps, draws=draws, prefix=prefix, **options)
+        draw = SAMPLERS[choose_sampler(self.samplers, sampler)]
+        return draw(model, self.process, self.tree, shape, steps=steps, draws=draws, prefix=prefix, reader=self.reader,
+                    **options)

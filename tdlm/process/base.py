@@ -69,6 +69,14 @@ class Process(Protocol):
         """The lowest height a position can show in a segment that begins at `later`: where given tokens stand."""
         ...
 
+    def arrivals(self, uniform: Float[Tensor, "*batch H"],
+                 height: int) -> tuple[Float[Tensor, "*batch H"], Float[Tensor, "*batch H"]]:
+        """When a position climbs from height l to l+1, for l = 0..H-1, from uniforms of its own: a clock and the time t.
+
+        The clock rises with t and orders jumps even where float64 rounds different t to the same number (t -> 1).
+        """
+        ...
+
 
 def draw_heights(probabilities: Float[Tensor, "B heights"], uniform: Float[Tensor, "B S"]) -> Int[Tensor, "B S"]:
     """Heights by inversion of the cumulative distribution of each row; the last non-zero height takes the rounding."""

@@ -80,6 +80,13 @@ class Cascade:
     def clamp_height(self, later: float, height: int) -> int:
         return self.level_at(later, height)
 
+    def arrivals(self, uniform: Float[Tensor, "*batch H"],
+                 height: int) -> tuple[Float[Tensor, "*batch H"], Float[Tensor, "*batch H"]]:
+        """t_l + (t_{l+1} - t_l) u with u the inverse of 1 - alpha, the distribution function of the jump."""
+        edges = torch.tensor(self.edges(height), dtype=torch.float64, device=uniform.device)
+        time = edges[:-1] + (edges[1:] - edges[:-1]) * self.alpha.inverse(uniform)
+        return time, time
+
     def reverse(self, later: float, earlier: float, height: int) -> Float[Tensor, "heights heights"]:
         """From the parent state of the level to the child state with (alpha_s - alpha_t) / (1 - alpha_t).
 

@@ -89,6 +89,12 @@ class Overlapping:
     def segments(self, later: float, earlier: float, height: int) -> list[tuple[float, float]]:
         return [(later, earlier)]
 
+    def arrivals(self, uniform: Float[Tensor, "*batch H"],
+                 height: int) -> tuple[Float[Tensor, "*batch H"], Float[Tensor, "*batch H"]]:
+        """In s the waits between jumps are Exp(1); s is the clock, since t = 1 - e^-s rounds to 1 from s = 37 on."""
+        s = -uniform.log().cumsum(-1)
+        return s, -torch.expm1(-s)
+
     def grid(self, steps: list[int], height: int) -> list[float]:
         count = sum(steps)
         return [1 - step / count for step in range(count)] + [0.0]

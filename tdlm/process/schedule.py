@@ -27,6 +27,10 @@ class Schedule(Protocol):
         """-alpha'(u)."""
         ...
 
+    def inverse(self, moved: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        """The u with 1 - alpha(u) = moved."""
+        ...
+
 
 @register("linear")
 @dataclass(frozen=True)
@@ -41,6 +45,9 @@ class Linear:
     def rate(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         return torch.ones_like(u)
 
+    def inverse(self, moved: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        return moved
+
 
 @register("cosine")
 @dataclass(frozen=True)
@@ -54,6 +61,9 @@ class Cosine:
 
     def rate(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         return (math.pi / 2) * torch.sin((1 - u) * (math.pi / 2))
+
+    def inverse(self, moved: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        return torch.asin(moved) * (2 / math.pi)
 
 
 @register("polynomial")
@@ -73,3 +83,6 @@ class Polynomial:
 
     def rate(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         return self.power * u ** (self.power - 1)
+
+    def inverse(self, moved: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
+        return moved ** (1 / self.power)

@@ -2,5 +2,6 @@
 from .draw import Choice, Frame, Sampled
 from .generate import generate
 from .grid import allocate
+from .order import confidence, first_hitting
 
-__all__ = ["Choice", "Frame", "Sampled", "allocate", "generate"]
+__all__ = ["Choice", "Frame", "Sampled", "allocate", "confidence", "first_hitting", "generate"]

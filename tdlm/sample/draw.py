@@ -62,6 +62,9 @@ class Sampled:
     """Batched calls of the network."""
     steps: int
     frames: list[Frame] = field(default_factory=list)
+    together: Int[Tensor, "B"] | None = None
+    """The most choices that were made independently of one another from a single evaluation, by sequence: where it is 1,
+    every choice was made with all earlier ones in sight."""
 
 
 def invert(probabilities: Float[Tensor, "M K"], uniform: Float[Tensor, "M"]) -> Int[Tensor, "M"]:

@@ -12,7 +12,7 @@ from tdlm.process import Cascade, Cosine, Overlapping
 from tdlm.process.oracle import Enumeration
 from tdlm.rng import Draws
 from tdlm.sample import generate
-from tdlm.sample.generate import Choice, invert
+from tdlm.sample.draw import Choice, invert
 from tdlm.sample.grid import times_for
 from tdlm.tree import Tree
 from tests.worlds import TableModel, distribution, processes, random_predictor, tiny_world, trees
