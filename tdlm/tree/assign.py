@@ -7,6 +7,7 @@ only when it is at its lower bound. Two steps find it:
 `raise_prices`  climbs the dual for many nodes at once (torch, any device). The result is nearly, not exactly, in bounds.
 `repair`        makes the bounds exact for one node (numpy): points are moved along shortest paths of the residual graph
                 of clusters, where an edge a -> b costs what the cheapest member of a loses by moving to b.
+`polish`        makes it the optimum (for few clusters): while that graph has a cycle of negative cost, points move round it.
 
 With two clusters no search is needed: `split_in_two` sorts by the cost difference and cuts.
 """
@@ -16,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+_BULK = 64  # violations that are always mended one path at a time
 _BLOCK = 1 << 19  # numbers looked at together: a block of costs plus prices stays in the processor's cache
 
 
@@ -114,7 +116,6 @@ class Prices:
         moved = self.price + self.gain * unit * gap
         self.price = torch.where(moved * self.price < 0, torch.zeros_like(moved), moved)
         return True
-
 
     def follow(self, shift: Tensor) -> None:
         """The centres moved by squared distances `shift` (B, k) to the means of their points, which brings every cluster's
@@ -229,6 +230,37 @@ class _Residual:
         return simple
 
 
+    def gain(self, lo: int, hi: int, least: float) -> list[int]:
+        """Clusters along which moving one point each saves more than `least`: a cycle, or a path from one that may lose a
+        point to one that may gain one (a cycle through a place outside, where both is free). Empty: this is the optimum."""
+        outside = self.k
+        weight = np.full((self.k + 1, self.k + 1), np.inf)
+        weight[:-1, :-1] = self.weight
+        weight[outside, :-1] = np.where(self.size > lo, 0, np.inf)
+        weight[:-1, outside] = np.where(self.size < hi, 0, np.inf)
+        distance, parents, better = np.zeros(self.k + 1), [], np.zeros(0)
+        for _ in range(self.k + 1):
+            through = distance[:, None] + weight
+            parent = through.argmin(0)
+            best = through[parent, np.arange(self.k + 1)]
+            better = best < distance - least
+            if not better.any():
+                return []
+            parents.append(np.where(better, parent, np.arange(self.k + 1)))
+            distance = np.where(better, best, distance)
+        walk = [int(np.flatnonzero(better)[0])]  # as many edges as nodes: it meets itself
+        for parent in reversed(parents):
+            before = int(parent[walk[-1]])
+            if before in walk:
+                cycle = [before, *reversed(walk[walk.index(before):])]
+                if weight[cycle[:-1], cycle[1:]].sum() < -least:
+                    turn = cycle.index(outside) if outside in cycle else None
+                    return cycle if turn is None else [*cycle[turn + 1 : -1], *cycle[:turn]]
+                walk = walk[: walk.index(before)]
+            walk.append(before)
+        return []
+
+
 def _bulk(cost: np.ndarray, label: np.ndarray, lo: int, hi: int, rounds: int = 30) -> None:
     """Moves many points at once, in place: each round the points of the clusters that may give propose their best move,
     and the cheapest proposals that both ends have room for are carried out."""
@@ -267,14 +299,15 @@ def violations(label: np.ndarray, k: int, lo: int, hi: int) -> int:
 def repair(cost: np.ndarray, label: np.ndarray, lo: int, hi: int) -> np.ndarray:
     """Labels (n,) with lo <= size <= hi for every cluster, near the cheapest, from labels that are nearly in bounds.
 
-    First every cluster that is too big sheds points, then every one that is too small receives some. Where prices
-    failed (rows of wildly different scale, thousands of equal rows) most of the work is done in bulk, less finely.
+    First every cluster that is too big sheds points, then every one that is too small receives some. From labels that are
+    cheapest without bounds, and a few points too many, this finds the optimum. Where prices failed (rows of wildly
+    different scale, thousands of equal rows) most of the work is done in bulk, less finely.
     """
     k = cost.shape[1]
     if not lo * k <= len(label) <= hi * k:
         raise AssertionError("the caller checks that the bounds can be met")
     label = label.copy()
-    if 20 * violations(label, k, lo, hi) > len(label):
+    if violations(label, k, lo, hi) > max(_BULK, len(label) // 20):
         _bulk(cost, label, lo, hi)
     if not violations(label, k, lo, hi):
         return label
@@ -286,4 +319,16 @@ def repair(cost: np.ndarray, label: np.ndarray, lo: int, hi: int) -> np.ndarray:
         start, end = graph.size[path[0]], graph.size[path[-1]]
         spare = min(start - hi, hi - end) if over.any() else min(start - lo, lo - end)
         graph.move(path, 1 if spare < 8 else int(spare) // 2)
+    return graph.label
+
+
+def polish(cost: np.ndarray, label: np.ndarray, lo: int, hi: int) -> np.ndarray:
+    """The cheapest labels (n,) with lo <= size <= hi, from some that are in bounds and not far from it."""
+    graph = _Residual(cost, label.copy())
+    least = 1e-6 * float(np.ptp(cost))
+    for _ in range(len(label)):
+        path = graph.gain(lo, hi, least)
+        if not path:
+            break
+        graph.move(path, 1)
     return graph.label

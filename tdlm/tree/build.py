@@ -307,10 +307,11 @@ def _hdlm_labels(plan: _Plan, node: _Node, number: int, depth: int) -> np.ndarra
 def _nested(root: _Node, plan: _Plan) -> list[Any]:
     """Nested lists with the children in their final order; a child of one token is the token."""
 
+    counts = plan.counts if plan.order == "count" else None
+
     def rank(node: _Node) -> tuple[float, int]:
         first = int(node.tokens.min())
-        by_count = plan.order == "count" and plan.counts is not None
-        return (-float(plan.counts[node.tokens].sum()) if by_count else 0.0, first)
+        return (0.0 if counts is None else -float(counts[node.tokens].sum()), first)
 
     def walk(node: _Node) -> Any:
         if len(node.tokens) == 1:

@@ -4,7 +4,8 @@
 
 Each iteration finds the assignment under the current prices (`assign.py`), a few price steps further, and recentres;
 the prices carry over, so they converge together with the centres. At the end the assignment is made exact and
-recentred a few times. Nodes of similar size are padded to one tensor: a binary tree has thousands of nodes a level.
+recentred a few times; with few clusters the last assignment is the optimum for its centres. Nodes of similar size are
+padded to one tensor: a binary tree has thousands of nodes a level.
 
 Everything is deterministic: no sums by atomics, seeds by hashing (`rng`), ties broken by a few extra coordinates that
 hold a hash of the point and of the cluster, which also makes identical rows divisible among clusters.
@@ -20,9 +21,10 @@ from torch import Tensor
 
 from .. import rng
 from ..errors import TreeError
-from .assign import Prices, flat_label, raise_prices, repair, segment_sums, sizes_of, split_in_two
+from .assign import Prices, flat_label, polish, raise_prices, repair, segment_sums, sizes_of, split_in_two
 
 _NUMBERS = 1 << 25  # costs held at once, unless one node alone has more
+_FEW = 64  # clusters up to which the last assignment is made optimal
 _TIE = 1e-4  # weight of the tie breaker, in units of the points' spread
 _TIE_DIMS = 6  # enough directions that every cluster is the best for some of many identical points
 
@@ -44,7 +46,8 @@ def check_rows(vectors: np.ndarray, ids: np.ndarray | None = None) -> np.ndarray
         raise TreeError(f"token vectors must be a matrix with one row a token, got shape {vectors.shape}")
     if vectors.dtype.kind not in "fiu":
         raise TreeError(f"token vectors must be numbers, got {vectors.dtype}; convert them to float32")
-    vectors = np.ascontiguousarray(vectors, dtype=np.float32)
+    with np.errstate(over="ignore"):  # what float32 cannot hold becomes infinite, and is refused below
+        vectors = np.ascontiguousarray(vectors, dtype=np.float32)
     bad = np.asarray(~np.isfinite(vectors).all(axis=1))
     if bad.any():
         row = int(bad.argmax())
@@ -177,19 +180,22 @@ class _Batch:
             else:
                 label = raise_prices(cost, self.valid, self.lo, self.hi, prices, steps)
                 if last:
-                    label = self.exact(cost, label)
+                    label = self.exact(cost, label, best=turn == iterations + finals - 1 and self.k <= _FEW)
             before, centres = centres, self.means(label, centres)
             prices.follow(((centres - before) ** 2).sum(2))
         found = label.cpu().numpy()
         return [found[number, : len(task.rows)] for number, task in enumerate(self.tasks)]
 
-    def exact(self, cost: Tensor, label: Tensor) -> Tensor:
-        """Labels with every bound met: the nodes that need it are repaired one by one."""
+    def exact(self, cost: Tensor, label: Tensor, best: bool) -> Tensor:
+        """Labels with every bound met: the nodes that need it are repaired one by one, and all polished for the `best`."""
         size = sizes_of(label, self.k)
-        bad = ((size < self.lo[:, None]) | (size > self.hi[:, None])).any(1).nonzero()[:, 0].tolist()
-        for number in bad:
+        bad = ((size < self.lo[:, None]) | (size > self.hi[:, None])).any(1)
+        for number in (bad | best).nonzero()[:, 0].tolist():
             task = self.tasks[number]
             n = len(task.rows)
-            mended = repair(cost[number, :n].cpu().numpy(), label[number, :n].cpu().numpy(), task.lo, task.hi)
+            costs, mended = cost[number, :n].cpu().numpy(), label[number, :n].cpu().numpy()
+            mended = repair(costs, mended, task.lo, task.hi)
+            if best:
+                mended = polish(costs, mended, task.lo, task.hi)
             label[number, :n] = torch.from_numpy(mended).to(self.device)
         return label

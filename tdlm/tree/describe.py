@@ -14,6 +14,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from ..errors import TreeError
 from .tree import Tree
 
 
@@ -25,6 +26,8 @@ class Decoder(Protocol):
 
 def describe(tree: Tree, counts: np.ndarray | None = None, tokenizer: Decoder | None = None, examples: int = 6) -> dict[str, Any]:
     """Plain JSON data about a tree; levels from the root down to the leaves."""
+    if counts is not None and len(counts) != tree.size:
+        raise TreeError(f"counts are for {len(counts)} tokens, the tree has {tree.size}; take both from the same data")
     weight = torch.ones(tree.size, dtype=torch.float64) if counts is None else torch.as_tensor(np.asarray(counts)).double()
     if float(weight.sum()) <= 0:
         weight = torch.ones(tree.size, dtype=torch.float64)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
+from zipfile import BadZipFile
 
 import numpy as np
 import xxhash
@@ -96,8 +97,8 @@ def from_array(path: str | Path, size: int, *, metric: Metric = "euclidean") -> 
             rows = _tensor([path], None, size)[1]
         else:
             raise TreeError(f"{path.name}: vectors are read from .npy, .npz or .safetensors files; convert it to one of them")
-    except (ValueError, OSError, KeyError) as error:
-        raise TreeError(f"{path.name} cannot be read as token vectors ({error})") from None
+    except (ValueError, OSError, LookupError, EOFError, BadZipFile) as error:
+        raise TreeError(f"{path.name} cannot be read as token vectors ({error}); write it again") from None
     return _finish(rows, size, metric, {"kind": kind, **_file(path)})
 
 
@@ -111,14 +112,19 @@ def from_checkpoint(path: str | Path, size: int, *, tensor: str | None = None, m
     else:
         folder = given if given.is_dir() else _download(str(path))
         index = folder / "model.safetensors.index.json"
-        if index.is_file():
-            files = [folder / name for name in sorted(set(json.loads(index.read_text())["weight_map"].values()))]
-        else:
-            files = sorted(folder.glob("*.safetensors"))
+        files = sorted(_parts(index) if index.is_file() else folder.glob("*.safetensors"))
         if not files:
             raise TreeError(f"{path} holds no .safetensors file; pickled checkpoints are not opened, convert it first")
     name, rows = _tensor(files, tensor, size)
     return _finish(rows, size, metric, {"kind": "checkpoint", "tensor": name, "name": given.name})
+
+
+def _parts(index: Path) -> set[Path]:
+    """The files of a checkpoint that was saved in several."""
+    try:
+        return {index.parent / name for name in json.loads(index.read_bytes())["weight_map"].values()}
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise TreeError(f"{index.name} cannot be read ({type(error).__name__}: {error}); fetch the checkpoint again") from None
 
 
 def _from_npz(path: Path) -> tuple[np.ndarray, str]:

@@ -1,6 +1,7 @@
 """A picture of a tree: its clusters as a map, and what each level asks of the model.
 
-The map is a nested treemap of the deepest level that has at most `_CELLS` nodes. A cell's area grows with the square root
+The map is a nested treemap of the deepest level that has at most `_CELLS` nodes (of the highest, if that has more, the
+`_CELLS` most frequent ones). A cell's area grows with the square root
 of how often its tokens occur (under the area itself, a few function words would push everything else off the map), its
 colour says which of the first few branches it belongs to, and the words in it are its most frequent tokens. The bars on
 the right show each level in nats a token: what evenly spread guesses cost (light) and what a model costs that knows the
@@ -43,10 +44,11 @@ def tree_svg(tree: Tree, tokenizer: Decoder | None = None, counts: np.ndarray | 
     if float(weight.sum()) <= 0:
         weight = torch.ones(tree.size, dtype=torch.float64)
     share = tree.mass(weight / weight.sum())
-    root, deepest = _cells(tree, share)
+    root, number, of = _cells(tree, share)
     body: list[str] = []
     _draw(tree, root, _MAP, 0, body, weight, share, tokenizer)
-    shown = f"{deepest:,} clusters" if deepest > 1 else "tokens"
+    what = "tokens" if of == tree.size else "clusters"
+    shown = f"{number:,} {what}" if number == of else f"the {number:,} most frequent of {of:,} {what}"
     by = "how often their tokens occur" if counts is not None else "how many tokens they hold"
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {_WIDTH} {_HEIGHT}" width="{_WIDTH}" height="{_HEIGHT}" '
@@ -59,14 +61,16 @@ def tree_svg(tree: Tree, tokenizer: Decoder | None = None, counts: np.ndarray | 
         *body, *_bars(d), "</svg>\n"])
 
 
-def _cells(tree: Tree, share: torch.Tensor) -> tuple[_Cell, int]:
-    """The tree cut where it has at most _CELLS nodes, and how many cells that makes."""
+def _cells(tree: Tree, share: torch.Tensor) -> tuple[_Cell, int, int]:
+    """The tree cut where it has at most _CELLS nodes, how many cells that makes, and how many there would be."""
     cut = tree.height - 1
     while cut > 0 and len(torch.unique(tree.ancestor[cut - 1])) <= _CELLS:
         cut -= 1
     paint = tree.height - 1  # the height whose nodes get a colour each: the highest with more than a handful
     while paint > cut and len(torch.unique(tree.ancestor[paint])) < 6:
         paint -= 1
+    lowest = torch.unique(tree.ancestor[cut])
+    kept = set(lowest[share[lowest].argsort(descending=True, stable=True)[:_CELLS]].tolist())
     number = 0
 
     def make(node: int, height: int, branch: int) -> _Cell:
@@ -75,13 +79,15 @@ def _cells(tree: Tree, share: torch.Tensor) -> tuple[_Cell, int]:
         if height > cut and node >= tree.size:
             below = tree.children[node - tree.size]
             for slot, child in enumerate(below[below >= 0].tolist()):
+                if height - 1 == cut and child not in kept:
+                    continue
                 inherited = branch * tree.branching + slot
                 kids.append(make(child, height - 1, inherited if height > paint else branch))
         number += not kids
         own = math.sqrt(max(float(share[node]), 1e-6))
         return _Cell(node, height, sum(kid.weight for kid in kids) if kids else own, branch, kids)
 
-    return make(tree.root, tree.height, 0), number
+    return make(tree.root, tree.height, 0), number, len(lowest)
 
 
 def _squarify(weights: list[float], x: float, y: float, w: float, h: float) -> list[tuple[float, float, float, float]]:
