@@ -1,0 +1,178 @@
+"""GIDD: masked diffusion with some uniform noise, so that a token, once visible, can still be corrected.
+
+Forward (`process/flat.py`, `Hybrid`): q_t(z | x) = alpha [z = x] + m [z = MASK] + b [z a token]. The network sees the noisy
+sequence and predicts a distribution x_theta over tokens at *every* position. With q = q_t(. | x), p = q_t(. | x_theta) and
+r = q(z) / p(z) at the visible state z,
+
+    bound  =  E_{t ~ U(0,1)} E_{z ~ q}  sum over positions  w(z) [ KL(q || p) + r - log r - 1 ],      w(z) = nu_t(z) / q(z),
+
+    w(MASK) = 1 / (t (1-t)),   w(another token) = h / (1-t),   w(x) = c h / (V (1-t) C (alpha + b)).
+
+It is zero only for x_theta_i = p(x_i | the *other* noisy positions), and then the bound is -log p(x). With k = log(alpha / b)
+and softplus(a) = log(1 + e^a), no difference of nearly equal numbers is left:
+
+    KL  =  (alpha + b) D  -  b sum_{v != x} softplus(k + log p_v),    D = softplus(k) - softplus(k + log p_x),
+    log r  =  0 (MASK),   D (z = x),   -softplus(k + log p_z) (another token).
+
+p_uniform = 0 is masked diffusion itself: b = 0, only masked positions count, w KL = CE / t. (The original puts e^-20 in the
+place of 0 and leaves a state that is practically never visited with enormous weights.)
+
+Training: `dynamic` (GIDD+) replaces w by 2 at MASK, 1 at another token, (B / (V+1)) exp(gamma/2 sigmoid(-t)) at x itself, at most
+`clip`; `clip` is min(w, clip); `none` is w. The original draws t uniformly from [1e-4, 1 - 1e-4]: here t comes from the density
+that suits the bound, and the training loss is weighted back, so that its expectation is the original's; times outside the
+window train nothing. PAD is a token like any other in training (numerator and denominator, B x S), as in GIDD.
+
+Not taken over: padding columns of the output that take softmax mass, e^-20 for 0, samplers that make N-1 of N steps.
+"""
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.nn import functional as F
+
+from ..errors import ConfigError, TreeError
+from ..model.head import Shared
+from ..model.model import Network
+from ..process.flat import Hybrid, corrupt
+from ..registry import register
+from ..rng import Draws
+from ..sample import Sampled
+from ..sample.flat import Correction, Posterior, generate_flat
+from ..tree.tree import Tree
+from .base import Estimator, Loss, Pad, by_row, choose_sampler, is_pad
+from .wide import in_parts
+
+WINDOW = 1e-4
+"""Training uses times in [WINDOW, 1 - WINDOW]."""
+
+
+@register("gidd")
+@dataclass(frozen=True)
+class GiddMethod:
+    p_uniform: float = 0.1
+    """The share of uniform tokens in the noise at its most (t = 1/2); 0 is masked diffusion."""
+    gamma: float = 1.0
+    weighting: Literal["dynamic", "clip", "none"] = "dynamic"
+    clip: float = 2.0
+    """The largest train weight under `dynamic` and `clip`."""
+    head: Any = field(default_factory=Shared)
+    pad: Literal["count", "given-length"] = "count"
+    role = "method"
+    flat = True
+    causal = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.p_uniform < 1:
+            raise ConfigError(f"method.p_uniform must lie in [0, 1), got {self.p_uniform}; GIDD's values are 0, 0.1 and 0.2")
+        if not 0.25 <= self.gamma <= 2:
+            raise ConfigError(f"method.gamma must lie in [0.25, 2], got {self.gamma}: above 2 the noise has negative rates")
+        if not self.clip > 0:
+            raise ConfigError(f"method.clip must be positive, got {self.clip}; for no clipping set method.weighting=none")
+
+    def objective(self, tree: Tree, pad_id: int | None) -> GiddObjective:
+        return GiddObjective(self, tree, pad_id)
+
+
+class GiddObjective:
+    causal = False
+    knows_level = False
+    levels = 1
+    samplers = ("ancestral", "self-correction")
+
+    def __init__(self, method: GiddMethod, tree: Tree, pad_id: int | None):
+        if tree.height != 1:
+            raise TreeError(f"gidd works on the star tree, got a tree of height {tree.height}; use Tree.star(tokens)")
+        self.method, self.tree, self.pad_id = method, tree, pad_id
+        self.process = Hybrid(tree.size, method.p_uniform, method.gamma)
+        self.pad: Pad = method.pad
+        self.num_states = tree.nodes
+
+    def with_pad(self, pad: Pad) -> GiddObjective:
+        other = GiddObjective(replace(self.method), self.tree, self.pad_id)
+        other.pad = pad
+        return other
+
+    @property
+    def is_bound(self) -> bool:
+        return self.pad != "drop"
+
+    def estimators(self, model: Network) -> dict[str, Estimator]:
+        return {"sampled": self.loss}
+
+    def loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
+        time, density = self.process.times(draws.strata("time"))
+        length = tokens.shape[1]
+        state = corrupt(self.process, time, tokens, draws.uniform("kind", length), draws.uniform("token", length))
+        return self.score(model, tokens, state, time, density)
+
+    def score(self, model: Network, tokens: Int[Tensor, "B S"], state: Int[Tensor, "B S"], time: Float[Tensor, "B"],
+              density: Float[Tensor, "B"]) -> Loss:
+        """The loss of given states: everything of `loss` but the drawing."""
+        pad = is_pad(tokens, self.pad_id)
+        moving = ~pad if self.pad == "given-length" else torch.ones_like(pad)
+        counted = torch.ones_like(pad) if self.pad == "count" else ~pad
+        state = torch.where(moving, state, tokens)
+        weight, train_weight = (each / density[:, None] for each in self.weights(tokens, state, time))
+        row, column = (moving & ((weight > 0) | (train_weight > 0))).nonzero(as_tuple=True)
+        hidden = model.hidden(state, time, None)[row, column]
+        kl, itakura_saito = self.divergences(model, hidden, tokens[row, column], state[row, column], time[row])
+        divergence = kl + itakura_saito
+        bound = by_row(row, divergence * (weight * counted)[row, column], len(tokens))
+        inside = ((time >= WINDOW) & (time <= 1 - WINDOW)).double() / (1 - 2 * WINDOW)
+        train = (divergence * (train_weight * inside[:, None])[row, column]).sum() / tokens.numel()
+        return Loss(train, bound, {"levels": bound[:, None], "tokens": (~pad).sum(1)})
+
+    def weights(self, tokens: Int[Tensor, "B S"], state: Int[Tensor, "B S"],
+                time: Float[Tensor, "B"]) -> tuple[Float[Tensor, "B S"], Float[Tensor, "B S"]]:
+        """w, and what training puts in its place."""
+        t, method, masked, own = time[:, None], self.method, state == self.tree.size, state == tokens
+        mix, (to_mask, to_each) = self.process.at(t), self.process.rates(t)
+
+        def by_state(mask: Tensor, same: Tensor, other: Tensor) -> Tensor:
+            return torch.where(masked, mask, torch.where(own, same, other))
+
+        never = torch.zeros_like(t)
+        weight = by_state(to_mask / mix.mask, to_each / (mix.keep + mix.each), to_each / mix.each if method.p_uniform else never)
+        if method.weighting == "none":
+            return weight, weight
+        if method.weighting == "clip":
+            return weight, weight.clamp(max=method.clip)
+        same = self.process.scale / (self.tree.size + 1) * torch.exp(method.gamma / 2 * torch.sigmoid(-t))
+        return weight, by_state(never + 2, same, never + 1).clamp(max=method.clip)
+
+    def divergences(self, model: Network, hidden: Float[Tensor, "M d"], token: Int[Tensor, "M"], state: Int[Tensor, "M"],
+                    time: Float[Tensor, "M"]) -> tuple[Float[Tensor, "M"], Float[Tensor, "M"]]:
+        """KL(q || p) and r - log r - 1, float64; the sum over the vocabulary in the precision of the head."""
+        mix, root = self.process.at(time), torch.full_like(token, self.tree.size)
+        if not self.method.p_uniform:
+            nll = model.head.nll(hidden, root, token).double()
+            return mix.keep * nll, torch.zeros_like(nll)
+        k = torch.log(mix.keep / mix.each)
+
+        def sums(hidden: Tensor, root: Tensor, token: Tensor, state: Tensor, k: Tensor) -> Tensor:
+            log_p = model.head.log_probs(hidden, root)
+            pair = torch.stack([token, state.clamp(max=self.tree.size - 1)], 1)
+            return torch.cat([log_p.gather(1, pair), softplus(log_p + k[:, None].to(log_p.dtype)).sum(1, keepdim=True)], 1)
+
+        log_x, log_z, spread = in_parts(sums, self.tree.size, hidden, root, token, state, k).double().unbind(1)
+        reach = softplus(k + log_x)
+        # D twice: each form is exact where the other cancels
+        away = torch.where(k > 0, softplus(-k) - log_x - softplus(-k - log_x), softplus(k) - reach)
+        kl = (mix.keep + mix.each) * away - mix.each * (spread - reach)
+        log_r = torch.where(state == token, away, -softplus(k + log_z)).masked_fill(state == self.tree.size, 0.0)
+        return kl, torch.expm1(log_r) - log_r
+
+    def sample(self, model: Network, shape: tuple[int, int], *, steps: int, draws: Draws, prefix: Tensor | None = None,
+               sampler: str | None = None, **options: Any) -> Sampled:
+        if choose_sampler(self.samplers, sampler) == "self-correction":
+            options = {"correction": Correction(), **options}
+        return generate_flat(model, Posterior(self.process), self.tree, shape, steps=steps, draws=draws, prefix=prefix, **options)
+
+
+def softplus(a: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+    """log(1 + e^a); torch's own threshold of 20 is too coarse for float64."""
+    return F.softplus(a, threshold=40.0)
