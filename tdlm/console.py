@@ -69,20 +69,53 @@ def prepare_line() -> Callable[[Any], None]:
 
 
 def show_bound(result: dict[str, Any]) -> None:
-    """The published number and what stands beside it."""
-    mark = "<=" if result["is_a_bound"] else "(not a bound)"
-    levels = result["levels"]
-    print(f"bound   {result['bound']:.4f} nats/token, Monte-Carlo error {result['error']:.4f}")
+    """The published number, what stands beside it, and under which protocol it was taken."""
+    exact = result["estimator"] == "exact"
+    mark = "(not a bound)" if not result["is_a_bound"] else "=" if exact else "<="
+    levels, protocol = result["levels"], result["protocol"]
+    print(f"{'NLL  ' if exact else 'bound'}   {result['bound']:.4f} nats/token, " +
+          ("exact" if exact else f"Monte-Carlo error {result['error']:.4f}"))
     print(f"        perplexity {mark} {result['perplexity']:.2f}" +
           (f", {result['bits_per_byte']:.4f} bits/byte" if "bits_per_byte" in result else ""))
-    for level in range(len(levels) - 1, -1, -1):
+    for level in range(len(levels) - 1, -1, -1) if len(levels) > 1 else ():
         name = "root" if level == len(levels) - 1 else "leaf" if level == 0 else f"level {level}"
         print(f"  {name:8s}{levels[level]:.4f}  error {result['level_errors'][level]:.4f}")
-    for name, value in result["ngrams"].items():
+    for name, value in result.get("ngrams", {}).items():
         print(f"{name:8s}{value:.4f} nats/token  ({value - result['bound']:+.3f} beside the bound)")
-    print(f"on {result['tokens']:,} real tokens in {result['documents']:,} rows, split {result['split']}, layout "
-          f"{result['layout']}, PAD mode {result['pad']}, estimator {result['estimator']} x {result['repeats']}, "
-          f"weights of step {result['step']:,}")
+    text = result.get("set")
+    of = f"{text['name']} ({text['source']}, detokeniser {text['detokeniser']})" if text else f"split {result['split']}"
+    print(f"on {result['tokens']:,} real tokens in {result['documents']:,} rows, {of}, layout {result['layout']}, "
+          f"PAD mode {result['pad']}, estimator {result['estimator']} x {result['repeats']}" +
+          (f", weights of step {result['step']:,}" if "step" in result else ""))
+    kinds = {"tokens": "tokens", "batches": f"batches of {protocol['batch']} rows"}
+    own = kinds.pop(protocol["average"])
+    (other, words), = kinds.items()
+    print(f"protocol {protocol['name']}: average over {own} (over {words}: {result['averages'][other]:.4f}); "
+          f"{protocol['normaliser']}")
+    if "how" in result:
+        print(f"scored as {result['how']['scored_as']}, {result['how']['judge_tokens']:,} tokens of {result['model']['name']}; "
+              f"numbers are per {result['how']['per']}")
+
+
+def show_quality(result: dict[str, Any]) -> None:
+    """Samples beside human text, measure by measure."""
+    samples, human, judge, drawn = result["samples"], result["human"], result["judge"], result["settings"]
+    columns = (samples, human)
+    print(f"{'':26s}{'samples':>12s}{'human':>12s}")
+    for name, key in (("perplexity, corpus", "perplexity"), ("perplexity, mean of texts", "perplexity_per_text"),
+                      ("entropy of a text, nats", "entropy"), ("entropy of all, nats", "corpus_entropy")):
+        print(f"{name:26s}" + "".join(f"{column[key]:12.3f}" for column in columns))
+    for order in samples["distinct"]:
+        values = ["-" if (value := column["distinct"][order]) is None else f"{value:.4f}" for column in columns]
+        print(f"{'distinct-' + order:26s}" + "".join(f"{value:>12s}" for value in values))
+    for name, key in (("texts", "count"), ("judge tokens a text", "tokens_per_text")):
+        print(f"{name:26s}" + "".join(f"{column[key]:12,.0f}" for column in columns))
+    if "mauve" in result:
+        print(f"{'MAUVE':26s}{result['mauve']:12.4f}")
+    facts = ("steps", "evaluations", "temperature", "top_p", "min_p", "sampler", "dtype")
+    shown = ", ".join(f"{name.replace('_', ' ')} {drawn[name]}" for name in facts if drawn.get(name) is not None)
+    print(f"judge {judge['name']} ({judge['dtype']}), at most {result['max_length']} of its tokens a text" +
+          (f"; samples: {shown}" if shown else ""))
 
 
 def show_plan(plan: dict[str, Any]) -> None:

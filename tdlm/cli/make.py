@@ -1,0 +1,216 @@
+"""The verbs that make something: prepared text, a tree, a trained run."""
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from tyro.conf import Positional, UseAppendAction, arg, subcommand
+
+from ..errors import ConfigError
+from .words import File, Flag, Folder, Plugins, Several, Text, Whole, import_plugins, say
+
+
+@dataclass
+class Prepare:
+    """Turn text into token shards: .txt, .jsonl, .parquet (also .gz .bz2 .xz .zst), folders, or hf:DATASET."""
+
+    inputs: Annotated[Positional[tuple[str, ...]], arg(metavar="INPUT")]
+    """Files, folders or Hugging Face dataset ids (hf:NAME)."""
+    out: Path
+    """The prepared folder."""
+    tokenizer: str = "bpe:4096"
+    """A tokenizer.json, bytes, or bpe:SIZE to train one on this text."""
+    valid: Text = None
+    """The last documents as validation: a number, or a fraction such as 0.01 (default; OpenWebText: 100000)."""
+    valid_input: Annotated[Several, arg(metavar="FILE")] = ()
+    """Validation text in files of its own, instead of --valid."""
+    text_field: str = "text"
+    """Which field of a record holds the text."""
+    errors: Literal["strict", "replace"] = "strict"
+    """Invalid UTF-8: end with an error that says where, or replace it."""
+    workers: Whole = None
+    """Tokenizing threads (default: all cores)."""
+    json: Flag = False
+    """Print the manifest on stdout."""
+
+    def run(self) -> dict[str, Any]:
+        from ..console import prepare_line
+        from ..data.prepare import prepare
+
+        manifest = prepare(self.inputs, self.out, tokenizer=self.tokenizer, valid=_number(self.valid),
+                           valid_inputs=self.valid_input, workers=self.workers, text_field=self.text_field, errors=self.errors,
+                           progress=prepare_line())
+        train, valid = manifest["splits"]["train"], manifest["splits"]["valid"]
+        say(f"{self.out}: {manifest['documents']:,} documents, {manifest['tokens']:,} tokens of a vocabulary of "
+            f"{manifest['vocabulary']:,}; {train[1] - train[0]:,} documents to train on, {valid[1] - valid[0]:,} to validate")
+        return manifest
+
+
+@dataclass
+class TreeBuild:
+    """Build a tree over a tokenizer's vocabulary: recursive balanced K-means on token vectors."""
+
+    out: Path
+    """The tree file (.safetensors)."""
+    data: Folder = None
+    """A prepared folder: gives the tokenizer and, unless --vectors says otherwise, the corpus statistics."""
+    tokenizer: Text = None
+    """A tokenizer.json, when there is no --data (needs --vectors or --method random)."""
+    vectors: Text = None
+    """Token vectors: corpus (default), an array (.npy .npz .safetensors), or a checkpoint folder or hf:MODEL."""
+    tensor: Text = None
+    """Which tensor of a checkpoint is the input embedding, when its name is not one of the usual ones."""
+    branching: int = 512
+    """K: the most children a node may have."""
+    min_ratio: float = 0.8
+    """The smallest child, as a share of the mean size."""
+    max_ratio: float = 1.2
+    """The largest child, as a share of the mean size."""
+    height: Whole = None
+    """Ask for exactly this height; sizes are then capped so that it is reached."""
+    max_depth: int = 32
+    """Give up (with an error) below this depth."""
+    complete: bool = True
+    """Pad short paths so that every leaf has the same depth."""
+    method: Literal["kmeans", "random", "frequency", "hdlm"] = "kmeans"
+    """kmeans, the controls random and frequency, or the hierarchical baseline's routine with its soft bounds."""
+    metric: Literal["cosine", "euclidean"] = "cosine"
+    """How vectors are compared."""
+    seed: int = 0
+    device: str = "cpu"
+    json: Flag = False
+    """Print the description on stdout."""
+
+    def run(self) -> dict[str, Any]:
+        from ..verbs.tree import build_from
+
+        tree, description = build_from(
+            data=self.data, tokenizer=self.tokenizer, vectors=self.vectors, branching=self.branching,
+            min_ratio=self.min_ratio, max_ratio=self.max_ratio, height=self.height, max_depth=self.max_depth,
+            complete=self.complete, method=self.method, metric=self.metric, seed=self.seed, device=self.device,
+            tensor=self.tensor, say=say)
+        tree.save(self.out)
+        say(f"{self.out}: height {tree.height}, {tree.size:,} tokens, {tree.nodes - tree.size:,} inner nodes; "
+            f"look at it: tdlm tree show {self.out}")
+        return description
+
+
+@dataclass
+class TreeShow:
+    """Describe a tree: sizes, utilisation, entropy per level, example clusters, a picture."""
+
+    tree: Annotated[Positional[Path], arg(metavar="TREE")]
+    """A tree file, or a run folder."""
+    data: Folder = None
+    """A prepared folder: adds token frequencies and readable tokens."""
+    svg: File = None
+    """Write the picture here."""
+    json: Flag = False
+    """Print the description on stdout."""
+
+    def run(self) -> dict[str, Any]:
+        from ..verbs.tree import show
+
+        return show(self.tree, data=self.data, svg=self.svg, quiet=self.json)
+
+
+@dataclass
+class TreeVerb:
+    """Build or look at a vocabulary tree."""
+
+    what: Annotated[TreeBuild, subcommand(name="build")] | Annotated[TreeShow, subcommand(name="show")]
+
+    @property
+    def json(self) -> bool:
+        return self.what.json
+
+    def run(self) -> dict[str, Any]:
+        return self.what.run()
+
+
+@dataclass
+class Train:
+    """Train a recipe (demo, tiny, small, base), or continue the run in --out; with --dry-run only say what it costs."""
+
+    recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
+    """The name of a recipe."""
+    data: Folder = None
+    """A prepared folder."""
+    tree: File = None
+    """A tree file."""
+    out: Folder = None
+    """The run folder."""
+    set: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="FIELD=VALUE", help_behavior_hint="")] = ()
+    """Change settings, for example: --set train.lr=3e-4 --set method.head=tied."""
+    steps: Whole = None
+    """Short for --set train.steps=N (the warm-up shrinks to a tenth if it would not fit)."""
+    batch: Whole = None
+    """Short for --set train.batch=N."""
+    seed: Whole = None
+    """Short for --set train.seed=N."""
+    device: Text = None
+    """cpu, cuda or cuda:N (default: a GPU if there is one)."""
+    compile: Annotated[bool | None, arg(metavar="True|False", help_behavior_hint="")] = None
+    """torch.compile the backbone (default: on a GPU)."""
+    dry_run: Flag = False
+    """Parameters, FLOPs, memory and time; needs neither data nor tree."""
+    vocabulary: int = 50_258
+    """With --dry-run and no --tree: tokens with PAD (default: GPT-2)."""
+    branching: int = 512
+    """With --dry-run and no --tree: K."""
+    plugin: Plugins = ()
+    """Python modules to import first: they register processes, heads or methods of their own."""
+    json: Flag = False
+    """Print the result on stdout."""
+
+    def config(self) -> Any:
+        from dataclasses import replace
+
+        from ..config import override
+        from ..recipes import recipe
+
+        import_plugins(self.plugin)
+        config = recipe(self.recipe)
+        if self.steps is not None:
+            if self.steps < 1:
+                raise ConfigError(f"--steps must be at least 1, got {self.steps}")
+            warmup = config.train.warmup if config.train.warmup <= self.steps // 2 else self.steps // 10
+            config = replace(config, train=replace(config.train, steps=self.steps, warmup=warmup))
+        shorts = [f"train.{name}={value}" for name, value in (("batch", self.batch), ("seed", self.seed)) if value is not None]
+        for item in [*shorts, *self.set]:
+            name, equals, value = item.partition("=")
+            if not equals:
+                raise ConfigError(f"--set {item}: FIELD=VALUE is expected, for example --set train.lr=3e-4")
+            config = override(config, name, value)
+        return config
+
+    def run(self) -> dict[str, Any]:
+        config = self.config()
+        if self.dry_run:
+            from ..console import show_plan
+            from ..train.plan import plan
+            from ..tree.tree import Tree
+
+            result = plan(config, vocabulary=self.vocabulary, branching=self.branching,
+                          tree=Tree.load(self.tree) if self.tree else None)
+            if not self.json:
+                show_plan(result)
+            return result
+        needed = ("data", "out") if config.method.flat else ("data", "tree", "out")
+        missing = [name for name in needed if getattr(self, name) is None]
+        if missing:
+            raise ConfigError(f"training needs {' and '.join('--' + name for name in missing)} (only --dry-run does without)")
+        from ..train.loop import train
+
+        assert self.data and self.out
+        return train(config, data=self.data, tree=self.tree, out=self.out, device=self.device, compile=self.compile)
+
+
+def _number(text: str | None) -> float | int | None:
+    if text is None:
+        return None
+    try:
+        return float(text) if any(mark in text for mark in ".e") else int(text)
+    except ValueError:
+        raise ConfigError(f"--valid is a number of documents or a fraction such as 0.01, got {text!r}") from None
