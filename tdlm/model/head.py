@@ -21,7 +21,14 @@ from torch.nn import functional as F
 
 from ..registry import register
 from ..tree.tree import Tree
+from .kernels.grouped import Groups, grouped_nll
+from .kernels.linear_ce import linear_cross_entropy
 from .transformer import zeroed
+
+WIDE = 4096
+"""From so many outputs on, logits are made some rows at a time and never kept; below, they are small."""
+FEW = 16
+"""Up to so many children, a position gathers their rows; above, positions of one parent share a product."""
 
 
 @runtime_checkable
@@ -35,6 +42,28 @@ class Head(Protocol):
         ...
 
 
+def weighted_nll(head: Head, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], slot: Int[Tensor, "M"],
+                 share: Float[Tensor, "M"]) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
+    """(sum of share x nll, which is differentiated; nll, which is published). A head that knows the shares in advance may
+    make its gradients while it has the logits, and offers `weighted` for it."""
+    fused = getattr(head, "weighted", None)
+    if fused is not None:
+        return fused(hidden, parent, slot, share)
+    nll = head.nll(hidden, parent, slot)
+    return (nll * share.to(nll.dtype)).sum(), nll.detach()
+
+
+def takes_all(head: Head, hidden: Tensor) -> bool:
+    """Whether every position may be handed to the head, active or not (its nll is 0 where a node has one child). On a GPU
+    a cheap head costs less than finding out how many positions are active, for which the processor waits."""
+    return hidden.is_cuda and getattr(head, "cheap", False)
+
+
+def wider(logits: Tensor) -> Tensor:
+    """At least float32: bfloat16 products are summed wider, the proofs' float64 stays."""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+
+
 class _Head(nn.Module):
     """What the heads share: the tree's tables as buffers (not saved: the tree has its own file) and the masked softmax."""
 
@@ -43,11 +72,29 @@ class _Head(nn.Module):
     def __init__(self, tree: Tree):
         super().__init__()
         self.tokens, self.branching = tree.size, tree.branching
+        self.cheap = tree.branching < WIDE
+        self.flat = tree.nodes == tree.size + 1
         self.register_buffer("num_children", tree.num_children.clone(), persistent=False)
+
+    def wide(self) -> tuple[Tensor, Tensor | None, int | None] | None:
+        """Matrix, bias and real rows of a flat head whose logits are too many to keep; None for all others."""
+        return None
+
+    def weighted(self, hidden: Tensor, parent: Tensor, slot: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        matrix = self.wide() if self.flat and not self.cheap else None
+        if matrix is None:
+            nll = self.nll(hidden, parent, slot)
+            return (nll * share.to(nll.dtype)).sum(), nll.detach()
+        weight, bias, classes = matrix
+        return linear_cross_entropy(hidden, weight, bias, self.column(slot), share, classes)
+
+    def column(self, slot: Tensor) -> Tensor:
+        """The row of `wide`'s matrix that scores a child of the root."""
+        return slot
 
     def masked(self, logits: Tensor, parent: Tensor) -> Tensor:
         slots = torch.arange(self.branching, device=parent.device)
-        return logits.float().masked_fill(slots >= self.num_children[parent][:, None], -torch.inf)
+        return wider(logits).masked_fill(slots >= self.num_children[parent][:, None], -torch.inf)
 
     def logits(self, hidden: Tensor, parent: Tensor) -> Tensor:
         raise TypeError(f"{type(self).__name__} must say how hidden states become logits")
@@ -63,6 +110,9 @@ class SharedHead(_Head):
     def __init__(self, tree: Tree, width: int):
         super().__init__(tree)
         self.output = zeroed(nn.Linear(width, tree.branching))
+
+    def wide(self) -> tuple[Tensor, Tensor | None, int | None]:
+        return self.output.weight, self.output.bias, None
 
     def logits(self, hidden: Tensor, parent: Tensor) -> Tensor:
         return self.output(hidden)
@@ -87,7 +137,8 @@ class LevelHead(_Head):
 
 
 class TiedHead(_Head):
-    """Positions are sorted by parent; each group meets the rows of its own children only."""
+    """Positions are sorted by parent; each group meets the rows of its own children only. (`logits` group by group; on a
+    GPU `nll` takes one grouped product a level, `kernels/grouped.py`.)"""
 
     child_table: Tensor
 
@@ -96,6 +147,7 @@ class TiedHead(_Head):
         self._embedding = (embedding,)  # in a tuple: the backbone owns the parameter, saving it twice would be wrong
         self.bias = nn.Parameter(torch.zeros(embedding.num_embeddings)) if bias else None
         self.register_buffer("child_table", tree.children.clone(), persistent=False)
+        self.groups = Groups(tree) if FEW < tree.branching < WIDE else None
 
     def start_at(self, mass: Float[Tensor, "N"]) -> None:
         """Biases at the log unigram mass of each node (counts are smoothed, so an unseen token keeps a finite one)."""
@@ -103,7 +155,37 @@ class TiedHead(_Head):
             with torch.no_grad():
                 self.bias[: len(mass)] = torch.log(mass / mass.max()).to(self.bias)
 
+    def wide(self) -> tuple[Tensor, Tensor | None, int | None]:
+        return self._embedding[0].weight, self.bias, self.tokens
+
+    def column(self, slot: Tensor) -> Tensor:
+        return self.child_table[0][slot]
+
+    def nll(self, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], slot: Int[Tensor, "M"]) -> Float[Tensor, "M"]:
+        if hidden.is_cuda and self.groups is not None:
+            return grouped_nll(hidden, parent, slot, self._embedding[0].weight, self.bias, self.groups)
+        return super().nll(hidden, parent, slot)
+
     def logits(self, hidden: Tensor, parent: Tensor) -> Tensor:
+        if self.flat:
+            return self._rooted(hidden)
+        return self._gathered(hidden, parent) if self.branching <= FEW else self._by_parent(hidden, parent)
+
+    def _rooted(self, hidden: Tensor) -> Tensor:
+        """One parent: a plain product with the rows of its children."""
+        kids = self.child_table[0]
+        logits = wider(hidden @ F.embedding(kids, self._embedding[0].weight).to(hidden.dtype).T)
+        return logits if self.bias is None else logits + self.bias[kids]
+
+    def _gathered(self, hidden: Tensor, parent: Tensor) -> Tensor:
+        """Every position its own few rows (a token stands for itself)."""
+        inner = (parent - self.tokens).clamp(min=0)
+        kids = self.child_table[inner].clamp(min=0)
+        rows = F.embedding(kids, self._embedding[0].weight).to(hidden.dtype)
+        logits = wider(torch.einsum("md,mkd->mk", hidden, rows))
+        return logits if self.bias is None else logits + self.bias[kids]
+
+    def _by_parent(self, hidden: Tensor, parent: Tensor) -> Tensor:
         order = torch.argsort(parent, stable=True)
         parents, sizes = torch.unique_consecutive(parent[order], return_counts=True)
         kids = self.child_table[parents - self.tokens]
@@ -111,11 +193,11 @@ class TiedHead(_Head):
         flat = kids[real]
         # one gather for all groups: the backward pass then scatters into the table once, not once a parent
         rows = F.embedding(flat, self._embedding[0].weight).to(hidden.dtype)
-        offset = torch.zeros_like(flat, dtype=torch.float32) if self.bias is None else self.bias[flat].float()
+        offset = torch.zeros_like(flat, dtype=torch.float32) if self.bias is None else self.bias[flat]
         widths = real.sum(1).tolist()
         groups = zip(hidden[order].split(sizes.tolist()), rows.split(widths), offset.split(widths))
-        parts = [F.pad((h @ r.T).float() + b, (0, self.branching - len(r))) for h, r, b in groups]
-        return torch.cat(parts)[torch.argsort(order)]
+        parts = [F.pad(wider(h @ r.T) + b, (0, self.branching - len(r))) for h, r, b in groups]
+        return torch.cat([wider(hidden[:0, :1]).expand(-1, self.branching), *parts])[torch.argsort(order)]
 
 
 @register("shared")

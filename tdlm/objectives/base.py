@@ -99,6 +99,12 @@ def by_row(row: Tensor, values: Tensor, rows: int) -> Tensor:
     return empty.index_add(0, row, values.detach().double())
 
 
+def everywhere(tokens: Tensor) -> tuple[Tensor, Tensor]:
+    """Row and column of all positions, in order."""
+    index = torch.arange(tokens.numel(), device=tokens.device)
+    return index // tokens.shape[1], index % tokens.shape[1]
+
+
 def choose_sampler(samplers: tuple[str, ...], name: str | None) -> str:
     """The sampler that was asked for, if the method has it; without a wish the first."""
     if name is None:
