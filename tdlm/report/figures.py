@@ -186,23 +186,38 @@ def _both(key: str, title: str, prefix: str, draw: Callable[[Any, bool], None]) 
 
 
 def _draw(draw: Callable[[Any], None], size: tuple[float, float], prefix: str, title: str, css: str) -> str:
+    def fill(figure: Any) -> None:
+        axes = figure.add_subplot()
+        axes.set_facecolor("none")
+        draw(axes)
+
+    return page_svg(fill, size, prefix, title, css)
+
+
+def page_svg(fill: Callable[[Any], None], size: tuple[float, float], prefix: str, title: str, css: str) -> str:
+    """A figure of stand-in colours for the page: its text is the page's, its colours become variables."""
+    drawn = re.sub(r' d="[^"]+"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), rendered(fill, size, prefix).decode())
+    return inline_svg(drawn, prefix, title=title, colours=_css(), css=css)
+
+
+def rendered(fill: Callable[[Any], None], size: tuple[float, float], salt: str, *, form: str = "svg",
+             text: str = "none") -> bytes:
+    """A matplotlib figure as a file's content; `text="path"` draws letters as shapes, the same on every machine."""
     try:
         import matplotlib
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("the report's figures need matplotlib, which is not installed; "
                           "pip install 'tdlm[plot]'") from None
-    # Names of runs are plain text, not formulas; text stays text, in the page's own font.
-    settings: dict[Any, Any] = {"svg.fonttype": "none", "svg.hashsalt": prefix, "text.parse_math": False,
+    # Names of runs are plain text, not formulas.
+    settings: dict[Any, Any] = {"svg.fonttype": text, "svg.hashsalt": salt, "text.parse_math": False,
                                 "font.size": 10, "font.family": "sans-serif", "path.simplify": True}
     with matplotlib.rc_context({**matplotlib.rcParamsDefault, **settings}):
         figure = Figure(figsize=size, layout="constrained", facecolor="none")
-        FigureCanvasSVG(figure)
-        axes = figure.add_subplot()
-        axes.set_facecolor("none")
-        draw(axes)
-        held = io.StringIO()
-        figure.savefig(held, format="svg", metadata={"Date": None, "Creator": None, "Format": None, "Type": None})
-    drawn = re.sub(r' d="[^"]+"', lambda path: re.sub(r"(\.\d\d)\d+", r"\1", path[0]), held.getvalue())
-    return inline_svg(drawn, prefix, title=title, colours=_css(), css=css)
+        FigureCanvasAgg(figure)
+        fill(figure)
+        held = io.BytesIO()
+        nothing = {"Date": None, "Creator": None, "Format": None, "Type": None} if form == "svg" else {"Software": None}
+        figure.savefig(held, format=form, dpi=160, metadata=nothing)
+    return held.getvalue()

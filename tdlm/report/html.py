@@ -41,24 +41,31 @@ def page(runs: Sequence[Run]) -> str:
     """The HTML of the whole page."""
     heights: set[int] = set()
     bodies = [_run(run, place, len(runs) > 1, heights) for place, run in enumerate(runs)]
-    names = ", ".join(run.name for run in runs)
-    front = comparison(list(runs), "c") if len(runs) > 1 else ""
-    script = _asset("player.js")
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    policy = ("default-src 'none'; base-uri 'none'; style-src 'unsafe-inline'; img-src data:; "
-              f"script-src 'sha256-{digest}'")
+    front = ""
+    if len(runs) > 1:
+        front = comparison(list(runs), "c", lambda entry: anchor("run", runs[entry.place].name, entry.place))
     kicker = "Tree-structured diffusion language model" if len(runs) == 1 else f"{len(runs)} runs"
+    title = ", ".join(run.name for run in runs)
+    return document(title, kicker, _navigation(runs), front + "".join(bodies), script=_asset("player.js"), heights=heights)
+
+
+def document(title: str, kicker: str, navigation: str, body: str, *, script: str = "",
+             heights: set[int] | None = None, css: str = "") -> str:
+    """The HTML around a page's content."""
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f"'sha256-{digest}'" if script else "'none'"
+    policy = f"default-src 'none'; base-uri 'none'; style-src 'unsafe-inline'; img-src data:; script-src {allowed}"
     return f"""<!doctype html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta http-equiv="Content-Security-Policy" content="{esc(policy)}">
 <meta name="color-scheme" content="light dark">
-<title>{esc(names)} \N{MIDDLE DOT} TDLM report</title>
-<style>{_asset("report.css")}{series_rules()}{ramp_rules(heights | {1})}</style>
-</head><body>
-<header class="page"><p class="kicker">{kicker}</p><h1>{esc(names)}</h1>{_navigation(runs)}</header>
-<main>{front}{"".join(bodies)}</main>
-<script>{script}</script>
+<title>{esc(title)} \N{MIDDLE DOT} TDLM report</title>
+<style>{_asset("report.css")}{series_rules()}{ramp_rules((heights or set()) | {1})}</style>
+</head><body class="{css}">
+<header class="page"><p class="kicker">{esc(kicker)}</p><h1>{esc(title)}</h1>{navigation}</header>
+<main>{body}</main>
+{f"<script>{script}</script>" if script else ""}
 </body></html>
 """
 

@@ -15,7 +15,8 @@ from typing import Any
 from ..errors import RunError
 from ..files import file_hash
 
-FILES = ("config.json", "metrics.jsonl", "eval.json", "samples.json", "trace.json", "tree.safetensors", "tree.svg")
+FILES = ("config.json", "metrics.jsonl", "eval.json", "quality.json", "samples.json", "trace.json", "tree.safetensors",
+         "tree.svg")
 NGRAMS = ("unigram", "bigram", "trigram")
 
 
@@ -25,11 +26,14 @@ class Run:
 
     name: str
     folder: str
+    parent: str
+    """The name of the folder that the run stands in."""
     config: dict[str, Any]
     provenance: dict[str, Any]
     train: list[dict[str, Any]]
     valid: list[dict[str, Any]]
     eval: dict[str, Any] | None
+    quality: dict[str, Any] | None
     samples: list[dict[str, Any]]
     traces: list[dict[str, Any]]
     tree_svg: str | None
@@ -52,6 +56,21 @@ class Run:
     def ngrams(self) -> dict[str, float]:
         found = mapping((self.eval or {}).get("ngrams"))
         return {name: value for name in NGRAMS if (value := number(found.get(name))) is not None}
+
+    @property
+    def tree_shape(self) -> str | None:
+        """`K=512, H=2`, or `star` for the tree of a flat method; from the sizes of the tables alone."""
+        if self.tree_file is None:
+            return None
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(self.tree_file, framework="np") as file:
+                height = file.get_slice("ancestor").get_shape()[0] - 1
+                branching = file.get_slice("children").get_shape()[1]
+        except (SafetensorError, OSError) as error:
+            raise RunError(f"{self.tree_file} is damaged ({error}); restore it from a copy") from None
+        return "star" if height == 1 else f"K={branching}, H={height}"
 
     def setting(self, *path: str) -> Any:
         """A value of the nested configuration, None where it is not there."""
@@ -95,9 +114,10 @@ def read_run(folder: Path) -> Run:
     config = mapping(held.get("config.json"))
     train, valid = _metrics(folder / "metrics.jsonl") if "metrics.jsonl" in present else ([], [])
     return Run(
-        name=folder.resolve().name or str(folder), folder=str(folder),
+        name=folder.resolve().name or str(folder), folder=str(folder), parent=folder.resolve().parent.name,
         config=mapping(config.get("config", config)), provenance=mapping(config.get("provenance")),
-        train=train, valid=valid, eval=held.get("eval.json") if isinstance(held.get("eval.json"), dict) else None,
+        train=train, valid=valid,
+        eval=mapping(held.get("eval.json")) or None, quality=mapping(held.get("quality.json")) or None,
         samples=_groups(held.get("samples.json"), "groups", "samples"),
         traces=_groups(held.get("trace.json"), "traces", "frames"),
         tree_svg=_text(folder / "tree.svg") if "tree.svg" in present else None,

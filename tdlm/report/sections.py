@@ -10,13 +10,13 @@ from typing import Any
 from .bars import Bar, bars
 from .curves import bound_figure, level_bars, levels_figures, loss_figure
 from .player import Trace, player
+from .protocol import PAD_MODES
+from .ranking import is_bound
 from .read import Run, dicts, mapping, number
 from .svg import inline_svg
 from .text import DASH, duration, esc, fixed, label, plus_minus, short, size, whole, words
 
 SHOWN = 4  # samples in view; the others are one click away
-PAD_MODES = {"pack": "no PAD, bounds -log p(x)", "count": "PAD terms counted, real tokens divided by, bounds -log p(x)",
-             "given-length": "PAD always visible, bounds -log p(x | length)", "drop": "PAD terms left out, not a bound"}
 ESTIMATORS = {"sampled": "one time per sequence", "count": "one uniform count of masked positions per level"}
 
 
@@ -51,10 +51,6 @@ def headline(run: Run, key: str) -> str:
     rows.sort(key=lambda row: -row.value)
     chart = bars(rows, caption="Nats per token on the same tokens: shorter is better") if run.ngrams else ""
     return f'{_sentence(run, bound, head)}{_protocol(head)}<div class="tiles">{shown}</div>{warning}{chart}'
-
-
-def is_bound(head: dict[str, Any]) -> bool:
-    return head.get("pad") != "drop" and head.get("is_a_bound") is not False
 
 
 def _sentence(run: Run, bound: float, head: dict[str, Any]) -> str:
