@@ -26,7 +26,7 @@ Not taken over: padding columns of the output that take softmax mass, e^-20 for 
 """
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -72,6 +72,8 @@ class GiddMethod:
             raise ConfigError(f"method.gamma must lie in [0.25, 2], got {self.gamma}: above 2 the noise has negative rates")
         if not self.clip > 0:
             raise ConfigError(f"method.clip must be positive, got {self.clip}; for no clipping set method.weighting=none")
+        if self.weighting == "none" and self.clip != GiddMethod.clip:
+            raise ConfigError("method.clip has no effect while method.weighting is none; set one of them")
 
     def objective(self, tree: Tree, pad_id: int | None) -> GiddObjective:
         return GiddObjective(self, tree, pad_id)
@@ -92,7 +94,7 @@ class GiddObjective:
         self.num_states = tree.nodes
 
     def with_pad(self, pad: Pad) -> GiddObjective:
-        other = GiddObjective(replace(self.method), self.tree, self.pad_id)
+        other = GiddObjective(self.method, self.tree, self.pad_id)
         other.pad = pad
         return other
 
@@ -117,7 +119,8 @@ class GiddObjective:
         counted = torch.ones_like(pad) if self.pad == "count" else ~pad
         state = torch.where(moving, state, tokens)
         weight, train_weight = (each / density[:, None] for each in self.weights(tokens, state, time))
-        row, column = (moving & ((weight > 0) | (train_weight > 0))).nonzero(as_tuple=True)
+        scored = moving if self.method.p_uniform else moving & (state == self.tree.size)
+        row, column = scored.nonzero(as_tuple=True)
         hidden = model.hidden(state, time, None)[row, column]
         kl, itakura_saito = self.divergences(model, hidden, tokens[row, column], state[row, column], time[row])
         divergence = kl + itakura_saito
@@ -128,21 +131,20 @@ class GiddObjective:
 
     def weights(self, tokens: Int[Tensor, "B S"], state: Int[Tensor, "B S"],
                 time: Float[Tensor, "B"]) -> tuple[Float[Tensor, "B S"], Float[Tensor, "B S"]]:
-        """w, and what training puts in its place."""
+        """w, and what training puts in its place (anything where p_uniform = 0 and the state is not MASK)."""
         t, method, masked, own = time[:, None], self.method, state == self.tree.size, state == tokens
         mix, (to_mask, to_each) = self.process.at(t), self.process.rates(t)
 
         def by_state(mask: Tensor, same: Tensor, other: Tensor) -> Tensor:
             return torch.where(masked, mask, torch.where(own, same, other))
 
-        never = torch.zeros_like(t)
-        weight = by_state(to_mask / mix.mask, to_each / (mix.keep + mix.each), to_each / mix.each if method.p_uniform else never)
+        weight = by_state(to_mask / mix.mask, to_each / (mix.keep + mix.each), to_each / mix.each)
         if method.weighting == "none":
             return weight, weight
         if method.weighting == "clip":
             return weight, weight.clamp(max=method.clip)
         same = self.process.scale / (self.tree.size + 1) * torch.exp(method.gamma / 2 * torch.sigmoid(-t))
-        return weight, by_state(never + 2, same, never + 1).clamp(max=method.clip)
+        return weight, by_state(torch.full_like(t, 2.0), same, torch.ones_like(t)).clamp(max=method.clip)
 
     def divergences(self, model: Network, hidden: Float[Tensor, "M d"], token: Int[Tensor, "M"], state: Int[Tensor, "M"],
                     time: Float[Tensor, "M"]) -> tuple[Float[Tensor, "M"], Float[Tensor, "M"]]:

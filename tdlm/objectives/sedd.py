@@ -31,7 +31,7 @@ Not taken over: float32 draws, negative probabilities in a row, the mask probabi
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -70,6 +70,8 @@ class SeddMethod:
     def __post_init__(self) -> None:
         if not 0 < self.eps < 1:
             raise ConfigError(f"method.eps must lie in (0, 1), got {self.eps}; SEDD's value is 0.001")
+        if self.graph == "absorb" and self.eps != SeddMethod.eps:
+            raise ConfigError("method.eps has no effect on the absorbing graph, whose noise runs to the end; leave it out")
 
     def objective(self, tree: Tree, pad_id: int | None) -> SeddObjective:
         return SeddObjective(self, tree, pad_id)
@@ -91,7 +93,7 @@ class SeddObjective:
         self.num_states = tree.nodes
 
     def with_pad(self, pad: Pad) -> SeddObjective:
-        other = SeddObjective(replace(self.method), self.tree, self.pad_id)
+        other = SeddObjective(self.method, self.tree, self.pad_id)
         other.pad = pad
         return other
 

@@ -180,6 +180,8 @@ class FlatWorld:
 
 def scores(process: FlatProcess, raw: Tensor, state: tuple[int, ...], t: float) -> Tensor:
     """SEDD's output transform, as it is written: raw numbers (S, V+1) to ratios; scaled by sigma on the absorbing graph."""
-    sigma = -math.log(float(marginals(process, torch.tensor(t, dtype=FLOAT))[0, 0]))
-    log_score = raw if isinstance(process, Uniform) else raw - math.log(math.expm1(sigma)) - math.log(process.size)
+    if isinstance(process, Uniform):
+        return raw.scatter(1, torch.tensor(state)[:, None], 0.0).exp()
+    sigma = -math.log1p(-float(marginals(process, torch.tensor(t, dtype=FLOAT))[0, process.size]))
+    log_score = raw - math.log(math.expm1(sigma)) - math.log(process.size)
     return log_score.scatter(1, torch.tensor(state)[:, None], 0.0).exp()
