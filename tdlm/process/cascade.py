@@ -12,6 +12,7 @@ sub-interval and the global derivative, as in the paper, level l would be over-c
 from __future__ import annotations
 
 import bisect
+import functools
 from dataclasses import dataclass, field
 
 import torch
@@ -49,7 +50,7 @@ class Cascade:
         return [0.0, *self.thresholds, 1.0]
 
     def moment(self, u: Float[Tensor, "B"], height: int, clip: float | None = None) -> Moment:
-        edges = torch.tensor(self.edges(height), dtype=torch.float64, device=u.device)
+        edges = _on(self, height, u.device)
         level = torch.searchsorted(edges[1:-1], u, right=True)
         span = edges[level + 1] - edges[level]
         local = ((u - edges[level]) / span).clamp(0, 1)
@@ -69,7 +70,7 @@ class Cascade:
         return occupancy.scatter_(-1, level[..., None] + 1, moved[..., None])
 
     def occupancy(self, t: Float[Tensor, "*batch"], height: int) -> Float[Tensor, "*batch heights"]:
-        edges = torch.tensor(self.edges(height), dtype=torch.float64, device=t.device)
+        edges = _on(self, height, t.device)
         level = torch.searchsorted(edges[1:-1], t.contiguous(), right=True)
         local = ((t - edges[level]) / (edges[level + 1] - edges[level])).clamp(0, 1)
         return self._two(level, self.alpha.moved(local), height)
@@ -83,7 +84,7 @@ class Cascade:
     def arrivals(self, uniform: Float[Tensor, "*batch H"],
                  height: int) -> tuple[Float[Tensor, "*batch H"], Float[Tensor, "*batch H"]]:
         """t_l + (t_{l+1} - t_l) u with u the inverse of 1 - alpha, the distribution function of the jump."""
-        edges = torch.tensor(self.edges(height), dtype=torch.float64, device=uniform.device)
+        edges = _on(self, height, uniform.device)
         time = edges[:-1] + (edges[1:] - edges[:-1]) * self.alpha.inverse(uniform)
         return time, time
 
@@ -114,3 +115,9 @@ class Cascade:
             low, high, count = edges[level], edges[level + 1], steps[level]
             times += [low + (high - low) * (j / count) for j in range(count - 1, 0, -1)] + [low]
         return times
+
+
+@functools.lru_cache(maxsize=64)
+def _on(process: Cascade, height: int, device: torch.device) -> Tensor:
+    """The thresholds on a device, copied once: a step that copies a few numbers waits for everything before it."""
+    return torch.tensor(process.edges(height), dtype=torch.float64, device=device)

@@ -67,11 +67,10 @@ class Trainer:
         finite = torch.ones((), dtype=torch.bool, device=self.device)
         for batch in batches:
             tokens = batch.tokens.to(self.device, non_blocking=True)
-            rows = batch.rows.to(self.device, non_blocking=True)
-            draws = Draws(self.config.seed, step, "train", rows, total=self.config.batch)
+            draws = Draws(self.config.seed, step, "train", batch.rows.cpu(), self.config.batch, self.device)
             with autocast(self.device, self.config.dtype):
                 loss = self.objective.loss(self.model, tokens, draws=draws)
-            share = len(rows) / self.config.batch
+            share = len(tokens) / self.config.batch
             (loss.train * share).backward()
             finite &= torch.isfinite(loss.train.detach())
             self._add(loss, share)
