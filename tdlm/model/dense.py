@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from ..registry import register
 from ..tree.tree import Tree
+from .head import wider
 
 
 def leaf_order(tree: Tree) -> Int[Tensor, "V"]:
@@ -78,7 +79,7 @@ class DenseHead(nn.Module):
 
     def log_probs(self, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"]) -> Float[Tensor, "M K"]:
         order = torch.argsort(self.rank[parent], stable=True)
-        parts = [_wide(hidden[:0, :1]).expand(-1, self.branching)]
+        parts = [wider(hidden[:0, :1]).expand(-1, self.branching)]
         for node, logits in self._groups(hidden[order], parent[order]):
             kids = self.child_table[node - self.tokens]
             sizes = (self.end - self.first)[kids[kids >= 0]].tolist()
@@ -111,13 +112,8 @@ class DenseHead(nn.Module):
         return self._tied[0].weight[: self.tokens] if self._tied else self.weight
 
 
-def _wide(x: Tensor) -> Tensor:
-    """float32 at least: bfloat16 products are summed wider, the proofs' float64 stays."""
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _logits(hidden: Tensor, rows: Tensor, bias: Tensor) -> Tensor:
-    return _wide(hidden @ rows.to(hidden.dtype).T) + bias
+    return wider(hidden @ rows.to(hidden.dtype).T) + bias
 
 
 @register("dense")

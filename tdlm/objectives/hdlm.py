@@ -1,0 +1,234 @@
+"""Hierarchical diffusion (HDLM): token -> cluster -> MASK, on a tree of height 2 whose root is MASK.
+
+A token x leaves at rate gamma / (1 - t) for a cluster, its own with probability xi and every other one of the n clusters
+with eta = (1 - xi) / (n - 1); a cluster leaves at rate 1 / (1 - t) for MASK (`process/hierarchical.py`). With the
+network's distribution p over tokens, and P_c the probability of the tokens of cluster c,
+
+    q(c|x) = xi for the own cluster, else eta          M_c = sum_v p(v) q(c|v) = eta + (xi - eta) P_c.
+
+The true reverse goes from MASK to c at a rate proportional to q(c|x) and from c to x; the model's goes to c in proportion
+to M_c and from c to v in proportion to p(v) q(c|v) / M_c. Both leave a state at the same total rate, so that in
+
+    -log p(x) <= sum_i Int dt  lambda_1 w_1 E[ sum_c q(c|x) log(q(c|x) / M_c) | MASK ]
+                             + lambda_0 w_0 E[ -log(p(x) q(c|x) / M_c)        | cluster c ]
+
+only these divergences remain; p is one of the position given the *other* positions (what z_i itself says enters by q).
+At xi = 1 they are -log P_c and -log p(x) / P_c: the tree method on the hierarchical process with a dense head. The bound
+is exact for any gamma and xi; `train` clips both weights to [lower, upper]: (0, 2) at gamma = 1, (0.1, 5) at gamma = 2 and
+(0, 10) on LM1B are the published settings.
+
+`scratch` is HDLM as a method of this package: embeddings start at random as everywhere, there is one head, and PAD is
+treated as in the other methods. `faithful` inherits the original's training loss, a mean over real tokens in which PAD
+has no term (so a `count` bound of such a network is poor: compare by `given-length`). In neither are reproduced:
+embeddings taken from a trained GIDD and cluster centroids, the second head, the attention mask over PAD (which its own
+sampling lacks), rows of the forward process that do not sum to one and the likelihood at xi < 1 that is not a bound, the
+mask weight that is right at gamma = 1 and 2 only, floored denominators, an argmax for what is left at t = 0.
+
+Samplers: those of the tree method, on the exact reverse; `hdlm` is the original's default step, one level at a time with
+marginal-preserving probabilities, which takes every cluster for the token's own, also at xi < 1.
+"""
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Literal, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from ..errors import ConfigError, SampleError, TreeError
+from ..model.dense import Dense, DenseHead
+from ..model.head import weighted_nll
+from ..model.model import Network
+from ..process import Hierarchical, Moment, corrupt
+from ..registry import register
+from ..rng import Draws
+from ..sample import Sampled, generate
+from ..tree.tree import Tree
+from .base import Estimator, Loss, Pad, by_row, choose_sampler, is_pad
+from .tree import SAMPLERS
+
+
+@register("hdlm")
+@dataclass(frozen=True)
+class HdlmMethod:
+    head: Any = field(default_factory=Dense)
+    pad: Literal["count", "given-length"] = "count"
+    gamma: float = 1.0
+    xi: float = 1.0
+    clip: tuple[float, float] | None = (0.0, 2.0)
+    variant: Literal["scratch", "faithful"] = "scratch"
+    role = "method"
+    flat = False
+    causal = False
+
+    def __post_init__(self) -> None:
+        if not 0 < self.xi <= 1:
+            raise ConfigError(f"method.xi must lie in (0, 1], got {self.xi}")
+        if self.xi < 1 and not isinstance(self.head, Dense):
+            raise ConfigError("method.xi below 1 needs probabilities of all tokens at once: method.head=dense")
+        if self.clip is not None and not 0 <= self.clip[0] < self.clip[1]:
+            raise ConfigError(f"method.clip must be two rising numbers from 0 on, or none, got {self.clip}")
+        Hierarchical(self.gamma)  # says now what is wrong with gamma
+
+    def objective(self, tree: Tree, pad_id: int | None) -> HdlmObjective:
+        return HdlmObjective(self, tree, pad_id)
+
+
+class HdlmObjective:
+    causal = False
+    knows_level = False
+    levels = 2
+    samplers = (*SAMPLERS, "hdlm")
+
+    def __init__(self, method: HdlmMethod, tree: Tree, pad_id: int | None):
+        if tree.height != 2:
+            raise TreeError(f"hdlm needs a tree of height 2 (token, cluster, MASK), got height {tree.height}; "
+                            "build one with tdlm tree build --height 2")
+        self.method, self.tree, self.pad_id = method, tree, pad_id
+        self.pad: Pad = method.pad
+        self.process, self.num_states = Hierarchical(method.gamma), tree.nodes
+        if method.xi < 1 and not tree.ancestor.is_meta:  # a dry run has a tree without numbers
+            self._check_clusters()
+
+    def _check_clusters(self) -> None:
+        """A wrong cluster must exist, and must be a state of its own."""
+        bare = (self.tree.ancestor[1] < self.tree.size).nonzero()
+        if len(bare):
+            raise TreeError(f"method.xi below 1 needs a cluster above every token, but token {int(bare[0])} hangs under the "
+                            "root; build a tree with fewer or larger clusters, or set method.xi=1")
+        if self.clusters < 2:
+            raise TreeError("method.xi below 1 needs at least 2 clusters, this tree has one; set method.xi=1")
+
+    @cached_property
+    def clusters(self) -> int:
+        """n."""
+        return int(self.tree.num_children[self.tree.root])
+
+    @property
+    def eta(self) -> float:
+        return (1 - self.method.xi) / (self.clusters - 1)
+
+    @property
+    def is_bound(self) -> bool:
+        return self.pad != "drop"
+
+    def with_pad(self, pad: Pad) -> HdlmObjective:
+        other = HdlmObjective(self.method, self.tree, self.pad_id)
+        other.pad = pad
+        return other
+
+    def estimators(self, model: Network) -> dict[str, Estimator]:
+        return {"sampled": self.loss}
+
+    def loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
+        moment = self.process.moment(draws.strata("time"), self.levels)
+        return self.score(model, tokens, self.states(tokens, moment, draws), moment)
+
+    def states(self, tokens: Int[Tensor, "B S"], moment: Moment, draws: Draws) -> Int[Tensor, "B S"]:
+        """z_t: node ids drawn from q_t(. | x)."""
+        xi, n = self.method.xi, self.clusters
+        heights = corrupt(moment, draws.uniform("state", tokens.shape[1]))
+        nodes = self.tree.ancestor[heights, tokens]
+        if xi == 1:
+            return nodes
+        uniform = draws.uniform("cluster", tokens.shape[1])
+        further = 1 + ((uniform - xi) / (1 - xi) * (n - 1)).long().clamp(max=n - 2)
+        slot = (self.tree.slot[1, tokens] + further.where(uniform >= xi, 0)) % n
+        return self.tree.children[-1, slot].where(heights == 1, nodes)
+
+    def score(self, model: Network, tokens: Int[Tensor, "B S"], nodes: Int[Tensor, "B S"], moment: Moment) -> Loss:
+        """The loss of given states: everything of `loss` but the drawing."""
+        pad = is_pad(tokens, self.pad_id)
+        if self.pad == "given-length":
+            nodes = tokens.where(pad, nodes)
+        choice = self.tree.num_children[nodes] > 1 if self.method.xi == 1 else nodes >= self.tree.size
+        row, column = choice.nonzero(as_tuple=True)
+        state, token, unseen = nodes[row, column], tokens[row, column], pad[row, column]
+        level = (state == self.tree.root).long()
+        share = self.train_weight(moment)[row, level] / tokens.numel()
+        if self.method.variant == "faithful":
+            share = share.masked_fill(unseen, 0) * (tokens.numel() / (~pad).sum().clamp(min=1))
+        hidden = model.hidden(nodes, moment.time, None)[row, column]
+        if self.method.xi == 1:
+            train, cost = weighted_nll(model.head, hidden, state, self.tree.slot[level, token], share)
+        else:
+            cost = self.divergence(model.head, hidden, state, token)
+            train = (cost * share.to(cost.dtype)).sum()
+        counted = cost if self.pad != "drop" else cost.masked_fill(unseen, 0)
+        bound = by_row(row * 2 + level, counted.double() * moment.weight[row, level], len(tokens) * 2).view(-1, 2)
+        return Loss(train, bound.sum(1), {"levels": bound, "tokens": (~pad).sum(1)})
+
+    def train_weight(self, moment: Moment) -> Float[Tensor, "B 2"]:
+        return moment.weight if self.method.clip is None else moment.weight.clamp(*self.method.clip)
+
+    def divergence(self, head: Any, hidden: Float[Tensor, "M d"], state: Int[Tensor, "M"],
+                   token: Int[Tensor, "M"]) -> Float[Tensor, "M"]:
+        """What a position hidden at `state` (a cluster or MASK) costs at xi < 1, before its weight."""
+        tree, masked = self.tree, state == self.tree.root
+        own, here = tree.slot[1, token][:, None], self.cluster_slot[state][:, None]
+        log_p = head.log_probs(hidden, torch.full_like(state, tree.root))[:, : self.clusters]  # of the clusters
+        log_m = self.mixture(log_p)
+        log_q = torch.full_like(log_m, math.log(self.eta)).scatter(1, own, math.log(self.method.xi))
+        at_mask = (log_q.exp() * (log_q - log_m)).sum(1)
+        log_token = log_p.gather(1, own)[:, 0] - head.nll(hidden, tree.ancestor[1, token], tree.slot[0, token])
+        return torch.where(masked, at_mask, (log_m - log_q).gather(1, here)[:, 0] - log_token)
+
+    def mixture(self, log_p: Float[Tensor, "M n"]) -> Float[Tensor, "M n"]:
+        """log M_c from log P_c."""
+        return torch.log(self.eta + (self.method.xi - self.eta) * log_p.exp())
+
+    @cached_property
+    def cluster_slot(self) -> Int[Tensor, "N"]:
+        """Which child of the root a cluster is."""
+        table = torch.zeros_like(self.tree.num_children)
+        return table.index_copy(0, self.tree.children[-1, : self.clusters],
+                                torch.arange(self.clusters, device=table.device))
+
+    def sample(self, model: Network, shape: tuple[int, int], *, steps: int, draws: Draws, prefix: Tensor | None = None,
+               sampler: str | None = None, **options: Any) -> Sampled:
+        if options.get("per_level") is not None:
+            raise SampleError("the levels of hdlm overlap in time, steps cannot be shared out between them; give steps alone")
+        name, process, tree = choose_sampler(self.samplers, sampler), self.process, self.tree
+        if name == "hdlm":
+            process = replace(process, step="marginal")
+        elif self.method.xi < 1:
+            model, tree = cast(Network, _Astray(model, self)), self.detour  # a walk asks its head for log_probs alone
+        draw = SAMPLERS.get(name, generate)
+        return draw(model, process, tree, shape, steps=steps, draws=draws, prefix=prefix, **options)
+
+    @cached_property
+    def detour(self) -> Tree:
+        """The tree as the reverse process walks it at xi < 1: every token can be reached from every cluster."""
+        V, n = self.tree.size, self.clusters
+        children = torch.arange(V, device=self.tree.children.device).repeat(n + 1, 1)
+        children[-1] = -1
+        children[-1, :n] = self.tree.children[-1, :n]
+        num_children = self.tree.num_children.clone()
+        num_children[V:-1] = V
+        return replace(self.tree, children=children, num_children=num_children)
+
+
+class _Astray:
+    """The network at xi < 1 as a network on the detour tree: MASK -> c by M_c, c -> v by p(v) q(c|v) / M_c."""
+
+    def __init__(self, model: Network, objective: HdlmObjective):
+        self.model, self.objective, self.told_time, self.hidden = model, objective, model.told_time, model.hidden
+
+    @property
+    def head(self) -> _Astray:
+        return self
+
+    def log_probs(self, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"]) -> Float[Tensor, "M V"]:
+        target, tree, xi = self.objective, self.objective.tree, self.objective.method.xi
+        head, masked = cast(DenseHead, self.model.head), parent == tree.root
+        clusters = target.mixture(head.log_probs(hidden[masked], parent[masked])[:, : target.clusters])
+        tokens = head.token_log_probs(hidden[~masked])
+        inside = tree.ancestor[1] == parent[~masked][:, None]
+        log_q = torch.full_like(tokens, math.log(target.eta)).masked_fill(inside, math.log(xi))
+        result = torch.full((len(parent), tree.size), -torch.inf, dtype=clusters.dtype, device=parent.device)
+        result[masked, : target.clusters] = clusters
+        result[~masked] = (tokens + log_q).log_softmax(-1)
+        return result
