@@ -73,7 +73,8 @@ def _fill(figure: Any, sections: Sequence[Section], palette: Palette, narrow: bo
     for (place, section, entries), axis in zip(panels, axes):
         _bounds(axis, section, entries, palette, f"group {place + 1}: " if len(sections) > 1 else "", narrow)
     if texts:
-        _texts(axes[-1], texts, palette, narrow)
+        human = next((section.human for section in sections if section.human), None)
+        _texts(axes[-1], texts, human, palette, narrow)
 
 
 def _bounds(axis: Any, section: Section, entries: list[Entry], palette: Palette, group: str, narrow: bool) -> None:
@@ -96,14 +97,19 @@ def _bounds(axis: Any, section: Section, entries: list[Entry], palette: Palette,
     _finish(axis, palette, "x")
 
 
-def _texts(axis: Any, entries: list[Entry], palette: Palette, narrow: bool) -> None:
-    for entry in entries:
-        point = (entry["entropy"], entry["generative_perplexity"])
-        axis.errorbar([point[0]], [point[1]], **_point(entry, palette))
-        axis.annotate(_short(entry.name, narrow), point, xytext=(7, 0), textcoords="offset points", va="center",
-                      color=palette.ink, fontsize=9)
-    axis.margins(0.12)
-    axis.set_xlim(right=axis.get_xlim()[1] + 0.25 * (axis.get_xlim()[1] - axis.get_xlim()[0]))  # room for the last name
+def _texts(axis: Any, entries: list[Entry], human: dict[str, Any] | None, palette: Palette, narrow: bool) -> None:
+    points = [(entry["entropy"], entry["generative_perplexity"], _short(entry.name, narrow)) for entry in entries]
+    for entry, (x, y, _) in zip(entries, points):
+        axis.errorbar([x], [y], **_point(entry, palette))
+    if human and human["entropy"] is not None and human["generative_perplexity"] is not None:
+        points.append((human["entropy"], human["generative_perplexity"], "human text"))
+        axis.plot(*points[-1][:2], "*", color=palette.ink, markersize=10, markeredgecolor=palette.paper, zorder=4)
+    axis.margins(0.3 if narrow else 0.2, 0.12)
+    wide, high = (end - start for start, end in (axis.get_xlim(), axis.get_ylim()))
+    for x, y, name in points:
+        left = any(0 < other - x < 0.3 * wide and abs(level - y) < 0.08 * high for other, level, _ in points)
+        axis.annotate(name, (x, y), xytext=(-7 if left else 7, 0), textcoords="offset points", va="center", fontsize=9,
+                      ha="right" if left else "left", color=palette.ink)  # away from a point that is near
     axis.set_xlabel("entropy of the generated text, nats", loc="right", color=palette.muted)
     axis.set_title("generative perplexity" + ("" if narrow else f", judged by {entries[0]['judge']}"), loc="left",
                    color=palette.muted, fontsize=10, pad=16)

@@ -17,7 +17,8 @@ from .read import NGRAMS, Run, mapping, number, numbers
 
 CLOSE = 2.0
 """Standard errors of the difference."""
-_SETTINGS = ("judge", "samples", "count", "length", "steps", "sampler", "temperature", "top_p", "min_p", "protocol")
+_DRAWN = ("length", "steps", "per_level", "times", "sampler", "temperature", "top_p", "min_p")
+"""Settings of the sampler that two generative perplexities must share."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,8 @@ class Section:
     protocol: dict[str, str]
     entries: list[Entry]
     references: list[dict[str, Any]]
+    human: dict[str, Any] | None
+    """Held-out human text, judged like the samples."""
     notes: list[str]
 
 
@@ -49,13 +52,14 @@ def rank(runs: list[Run]) -> list[Section]:
         entries = [Entry(places[id(run)], names[places[id(run)]], facts_of(run)) for run in group.runs]
         entries.sort(key=lambda entry: (entry["bound"] is None, entry["bound"], entry.place))
         _mark(entries)
-        sections.append(Section(group.protocol, entries, _references(group.runs), _notes(entries, group.runs)))
+        sections.append(Section(group.protocol, entries, _references(group.runs), _human(group.runs),
+                                _notes(entries, group.runs)))
     return sections
 
 
 def facts_of(run: Run) -> dict[str, Any]:
     """Everything the tables show, as JSON data; None where a run does not say."""
-    head, method, quality = run.headline or {}, mapping(run.setting("method")), run.quality or {}
+    head, method = run.headline or {}, mapping(run.setting("method"))
     parameters, bound = mapping(run.provenance.get("parameters")), number(head.get("bound"))
     speeds = [value for line in run.train if (value := number(line.get("tokens_per_second"))) is not None]
     memory = [value for line in run.train if (value := number(line.get("memory"))) is not None]
@@ -69,8 +73,8 @@ def facts_of(run: Run) -> dict[str, Any]:
         "estimator": head.get("estimator"), "mark": "",
         "perplexity": perplexity if perplexity is not None or bound is None or bound > 700 else math.exp(bound),
         "bits_per_byte": number(head.get("bits_per_byte")), "levels": numbers(head.get("levels")),
-        "generative_perplexity": number(quality.get("perplexity")), "entropy": number(quality.get("entropy")),
-        "distinct": _distinct(quality.get("distinct")), "judge": quality.get("judge"),
+        **_measures(mapping(run.quality.get("samples")) or run.quality), "mauve": number(run.quality.get("mauve")),
+        "evaluations": number(mapping(run.quality.get("settings")).get("evaluations")), "judge": judge_name(run.quality),
         "parameters": _count(parameters.get("total")), "parameters_blocks": _count(parameters.get("blocks")),
         "parameters_head": _count(parameters.get("head")),
         "tokens_seen": _count(run.train[-1].get("tokens")) if run.train else None,
@@ -106,12 +110,29 @@ def _backbone(part: dict[str, Any]) -> str | None:
     return f"{part['blocks']} x {part['width']}" + (f", {told}" if told else "")
 
 
-def _distinct(value: Any) -> float | None:
-    """Share of different n-grams; of several n the largest n."""
-    if isinstance(value, dict):
-        found = [(str(name), share) for name, item in value.items() if (share := number(item)) is not None]
-        return max(found)[1] if found else None
-    return number(value)
+def _measures(texts: dict[str, Any]) -> dict[str, float | None]:
+    """What was measured on some texts (`evaluate/quality.py`)."""
+    return {"generative_perplexity": number(texts.get("perplexity")), "entropy": number(texts.get("entropy")),
+            "distinct_2": number(mapping(texts.get("distinct")).get("2"))}
+
+
+def judge_name(quality: dict[str, Any]) -> str | None:
+    judge = quality.get("judge")
+    name = judge.get("name") if isinstance(judge, dict) else judge
+    return name if isinstance(name, str) else None
+
+
+def _judging(quality: dict[str, Any]) -> dict[str, str]:
+    """What two generative perplexities must agree in."""
+    drawn = mapping(quality.get("settings"))
+    return {"judge": str(judge_name(quality)), "most tokens": str(quality.get("max_length")),
+            "samples": str(mapping(quality.get("samples")).get("count")), **{name: str(drawn.get(name)) for name in _DRAWN}}
+
+
+def _human(runs: list[Run]) -> dict[str, Any] | None:
+    """The measures of human text, where all runs that have them agree."""
+    found = [_measures(human) for run in runs if (human := mapping(run.quality.get("human")))]
+    return found[0] if found and all(other == found[0] for other in found) else None
 
 
 def _names(runs: list[Run]) -> list[str]:
@@ -163,7 +184,7 @@ def _notes(entries: list[Entry], runs: list[Run]) -> list[str]:
     if any(entry["mark"] == "near" for entry in entries):
         notes.append("\N{ALMOST EQUAL TO}: not told apart from the best by these rows and repeats (within two Monte-Carlo "
                      "standard errors of the difference).")
-    judged = [{name: str(run.quality.get(name)) for name in _SETTINGS} for run in runs if run.quality]
+    judged = [_judging(run.quality) for run in runs if run.quality]
     if judged and (points := differing(judged)):
         notes.append(f"Generative perplexities were measured differently ({', '.join(points)}) and cannot be compared.")
     if any(entry["generative_perplexity"] is not None for entry in entries):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,10 @@ class Run:
     train: list[dict[str, Any]]
     valid: list[dict[str, Any]]
     eval: dict[str, Any] | None
-    quality: dict[str, Any] | None
+    """The run's own result (protocol `strict`), or the one that was chosen; None where there is none."""
+    results: dict[str, Any]
+    """All of eval.json: other protocols and other people's text too."""
+    quality: dict[str, Any]
     samples: list[dict[str, Any]]
     traces: list[dict[str, Any]]
     tree_svg: str | None
@@ -43,9 +46,7 @@ class Run:
     @property
     def headline(self) -> dict[str, Any] | None:
         """eval.json, or the last validation during training where the run was not evaluated yet."""
-        if self.eval is not None and number(self.eval.get("bound")) is not None:
-            return self.eval
-        return next((point for point in reversed(self.valid) if number(point.get("bound")) is not None), None)
+        return self.eval or next((point for point in reversed(self.valid) if number(point.get("bound")) is not None), None)
 
     @property
     def argument(self) -> str:
@@ -71,6 +72,19 @@ class Run:
         except (SafetensorError, OSError) as error:
             raise RunError(f"{self.tree_file} is damaged ({error}); restore it from a copy") from None
         return "star" if height == 1 else f"K={branching}, H={height}"
+
+    def under(self, protocol: str, text: str | None = None) -> Run:
+        """The same run with the result under a named protocol, on its own text or on a named set; RunError without one."""
+        if text is None:
+            known = {"strict": self.eval, **mapping(self.results.get("protocols"))}
+        else:
+            known = mapping(mapping(self.results.get("sets")).get(text))
+        found = mapping(known.get(protocol))
+        if number(found.get("bound")) is None:
+            wish = f" --on {text}" if text else ""
+            raise RunError(f"{self.name} has no result under protocol {protocol}{f' on {text}' if text else ''}; make it: "
+                           f"tdlm eval {self.argument} --protocol {protocol}{wish}")
+        return replace(self, eval=found, valid=[])
 
     def setting(self, *path: str) -> Any:
         """A value of the nested configuration, None where it is not there."""
@@ -112,12 +126,14 @@ def read_run(folder: Path) -> Run:
                        "give the folder that `tdlm train ... --out RUN` wrote")
     held = {name: _json(folder / name) for name in present if name.endswith(".json")}
     config = mapping(held.get("config.json"))
+    results = mapping(held.get("eval.json"))
     train, valid = _metrics(folder / "metrics.jsonl") if "metrics.jsonl" in present else ([], [])
     return Run(
         name=folder.resolve().name or str(folder), folder=str(folder), parent=folder.resolve().parent.name,
         config=mapping(config.get("config", config)), provenance=mapping(config.get("provenance")),
         train=train, valid=valid,
-        eval=mapping(held.get("eval.json")) or None, quality=mapping(held.get("quality.json")) or None,
+        eval=results if number(results.get("bound")) is not None else None, results=results,
+        quality=mapping(held.get("quality.json")),
         samples=_groups(held.get("samples.json"), "groups", "samples"),
         traces=_groups(held.get("trace.json"), "traces", "frames"),
         tree_svg=_text(folder / "tree.svg") if "tree.svg" in present else None,

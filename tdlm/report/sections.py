@@ -11,7 +11,7 @@ from .bars import Bar, bars
 from .curves import bound_figure, level_bars, levels_figures, loss_figure
 from .player import Trace, player
 from .protocol import PAD_MODES
-from .ranking import is_bound
+from .ranking import is_bound, judge_name
 from .read import Run, dicts, mapping, number
 from .svg import inline_svg
 from .text import DASH, duration, esc, fixed, label, plus_minus, short, size, whole, words
@@ -131,14 +131,31 @@ def samples(run: Run) -> str:
         key = ('<p class="legend"><span><mark class="given">text</mark> given</span>'
                "<span>text &ensp;made by the model</span></p>" if any("<mark" in item for item in items) else "")
         parts.append(f'<h3>{esc(title)}</h3>{settings}{key}<div class="samples">{"".join(items[:SHOWN])}</div>{rest}')
-    return "<p>Nothing was picked: these are the first samples of the seeds shown, as they came.</p>" + "".join(parts)
+    picked = "<p>Nothing was picked: these are the first samples of the seeds shown, as they came.</p>"
+    return judged(run) + picked + "".join(parts)
+
+
+def judged(run: Run) -> str:
+    """What another language model says of the samples, beside human text of the same kind."""
+    judge, own, human = judge_name(run.quality), *(mapping(run.quality.get(name)) for name in ("samples", "human"))
+    if judge is None or number(own.get("perplexity")) is None:
+        return ""
+    rows = [("", f"{whole(own.get('count'))} samples", "human text")]
+    rows += [(name, *(fixed(value(texts), digits) for texts in (own, human))) for name, digits, value in (
+        ("generative perplexity", 1, lambda texts: texts.get("perplexity")),
+        ("entropy, nats", 2, lambda texts: texts.get("entropy")),
+        ("distinct-2", 3, lambda texts: mapping(texts.get("distinct")).get("2")))]
+    table = "".join(f"<tr><th>{esc(name)}</th><td>{esc(made)}</td><td>{esc(held)}</td></tr>" for name, made, held in rows)
+    return (f"<p>Judged by {esc(judge)}. The numbers to come near to are those of human text, from either side: repetition "
+            f'makes a perplexity lower without making a text better.</p><table class="facts">{table}</table>')
 
 
 def _settings(group: dict[str, Any]) -> str:
     settings = mapping(group.get("settings"))
     items = [f"{label(name)} {words(value)}" for name, value in settings.items() if value is not None]
-    if number(group.get("evaluations")) is not None:
-        items.append(f"{whole(group['evaluations'])} network evaluations")
+    made = group.get("evaluations")
+    if (count := number(mapping(made).get("mean") if isinstance(made, dict) else made)) is not None:
+        items.append(f"{whole(count)} network evaluations")
     if number(group.get("seconds")) is not None:
         items.append(duration(group["seconds"]))
     return " \N{MIDDLE DOT} ".join(items)

@@ -55,7 +55,9 @@ COLUMNS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("levels, leaf first", _levels),
     ("gen. perplexity", lambda facts: fixed(facts["generative_perplexity"], 1)),
     ("entropy, nats", lambda facts: fixed(facts["entropy"], 2)),
-    ("distinct", lambda facts: fixed(facts["distinct"], 3)),
+    ("distinct-2", lambda facts: fixed(facts["distinct_2"], 3)),
+    ("MAUVE", lambda facts: fixed(facts["mauve"], 3)),
+    ("evaluations", lambda facts: fixed(facts["evaluations"], 0)),
     ("judge", lambda facts: DASH if facts["judge"] is None else words(facts["judge"])),
     ("parameters (blocks, head)", _parameters),
     ("tokens seen", lambda facts: short(facts["tokens_seen"])),
@@ -63,7 +65,8 @@ COLUMNS: tuple[tuple[str, Callable[[Facts], str]], ...] = (
     ("memory", lambda facts: size(facts["memory"])),
     ("device", lambda facts: DASH if facts["device"] is None else words(facts["device"])),
 )
-REFERENCES = {"bound, nats/token": ("bound", 3), "perplexity": ("perplexity", 2), "bits/byte": ("bits_per_byte", 3)}
+REFERENCES = {"bound, nats/token": ("bound", 3), "perplexity": ("perplexity", 2), "bits/byte": ("bits_per_byte", 3),
+              "gen. perplexity": ("generative_perplexity", 1), "entropy, nats": ("entropy", 2), "distinct-2": ("distinct_2", 3)}
 
 
 def about(entry: Entry) -> str:
@@ -102,12 +105,15 @@ def alike(section: Section) -> str:
 
 
 def _references(section: Section, columns: list[tuple[str, Any]]) -> list[tuple[str, list[str]]]:
-    """The rows of the n-gram models."""
-    rows = []
-    for model in section.references:
-        cells = [fixed(model[REFERENCES[name][0]], REFERENCES[name][1]) if name in REFERENCES else "" for name, _ in columns]
-        rows.append((f"{model['name']} (counting)", cells))
-    return rows
+    """The rows of the n-gram models and of human text."""
+    named = [(f"{model['name']} (counting)", model) for model in section.references]
+    named += [("human text", section.human)] if section.human else []
+
+    def cell(column: str, facts: Facts) -> str:
+        key, digits = REFERENCES.get(column, ("", 0))
+        return fixed(facts[key], digits) if facts.get(key) is not None else ""
+
+    return [(name, [cell(column, facts) for column, _ in columns]) for name, facts in named]
 
 
 def html_table(section: Section, columns: list[tuple[str, Callable[[Facts], str]]], link: Callable[[Entry], str]) -> str:
@@ -169,7 +175,7 @@ def _md(text: str) -> str:
 
 def as_json(sections: Sequence[Section]) -> list[dict[str, Any]]:
     return [{"protocol": section.protocol, "runs": [{"name": entry.name, **entry.facts} for entry in section.entries],
-             "references": section.references, "notes": section.notes} for section in sections]
+             "references": section.references, "human": section.human, "notes": section.notes} for section in sections]
 
 
 def as_csv(sections: Sequence[Section]) -> str:
@@ -183,6 +189,7 @@ def as_csv(sections: Sequence[Section]) -> str:
         for entry in section.entries:
             cells = [json.dumps(value) if isinstance(value, list) else value for value in map(entry.facts.get, names)]
             writer.writerow([place + 1, entry.name, *cells, *section.protocol.values()])
-        for model in section.references:
-            writer.writerow([place + 1, f"{model['name']} (counting)", *map(model.get, names), *section.protocol.values()])
+        others = [(f"{model['name']} (counting)", model) for model in section.references]
+        for name, facts in [*others, *([("human text", section.human)] if section.human else [])]:
+            writer.writerow([place + 1, name, *map(facts.get, names), *section.protocol.values()])
     return held.getvalue()

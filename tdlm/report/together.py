@@ -22,11 +22,18 @@ from .read import Run, read_run
 from .tables import as_csv, as_json, markdown
 
 
-def compare_runs(paths: Sequence[Path | str], out: Path | str, *, one_protocol: bool = False) -> dict[str, Any]:
-    """Write the comparison into the folder `out`; returns the groups, what they differ in, and the files written."""
+def compare_runs(paths: Sequence[Path | str], out: Path | str, *, one_protocol: bool = False, protocol: str | None = None,
+                 on: str | None = None) -> dict[str, Any]:
+    """Write the comparison into the folder `out`; returns the groups, what they differ in, and the files written.
+
+    Without a wish the runs' own results are compared (or the last validation of those that were not evaluated); with
+    `protocol` or `on` those of a named protocol or a named text set, which every run must have.
+    """
     if not paths:
         raise RunError("no run to compare; give run folders: tdlm report compare RUN... --out DIR")
     runs, out = [read_run(Path(path)) for path in paths], Path(out)
+    if protocol is not None or on is not None:
+        runs = [run.under(protocol or "strict", on) for run in runs]
     sections = rank(runs)
     differences = in_words([section.protocol for section in sections]) if len(sections) > 1 else []
     if one_protocol and differences:

@@ -18,8 +18,9 @@ from tdlm.report.ranking import rank
 from tdlm.report.read import read_run
 from tests.report.test_html import EVIL, Page
 
-QUALITY = {"judge": "gpt2-large", "perplexity": 148.04, "perplexity_mean": 160.0, "entropy": 5.42,
-           "distinct": {"1": 0.1, "2": 0.62}, "samples": 256, "steps": 64}
+QUALITY = {"judge": {"name": "gpt2-large", "dtype": "float32"}, "max_length": 512, "settings": {"steps": 64, "evaluations": 61.5},
+           "samples": {"count": 256, "perplexity": 148.04, "entropy": 5.42, "distinct": {"1": 0.1, "2": 0.62, "3": 0.9}},
+           "human": {"count": 256, "perplexity": 25.1, "entropy": 5.61, "distinct": {"1": 0.12, "2": 0.7, "3": 0.95}}}
 
 
 def change(run: Path, name: str, **values: Any) -> Path:
@@ -47,7 +48,7 @@ def runs(make_run, tmp_path_factory) -> list[Path]:
     change(near, "config.json", provenance__warm_start={"from": "gidd-small"})
     flat = change(make_run(folder / "mdlm", steps=40, bound=5.61, seed=3, height=1), "config.json",
                   config__method={"kind": "mdlm", "head": {"kind": "shared"}})
-    change(flat, "quality.json", **{**QUALITY, "perplexity": 170.1})
+    change(flat, "quality.json", **{**QUALITY, "samples": {**QUALITY["samples"], "perplexity": 170.1}})
     left = change(make_run(folder / "ar", steps=40, bound=5.9, seed=4, height=1), "eval.json", estimator="exact", error=0.0)
     change(left, "config.json", config__method={"kind": "ar", "head": {"kind": "shared"}})
     return [flat, near, left, tree]
@@ -86,7 +87,8 @@ def test_the_estimator_does_not_part_runs_but_the_protocol_does(runs: list[Path]
     base = make_run(tmp_path / "base", steps=40)
     for number, (name, values) in enumerate([
             ("PAD mode", {"pad": "given-length"}), ("row length", {"length": 512}), ("row layout", {"layout": "packed"}),
-            ("average", {"protocol": {"average": "batches", "batch": 64}}), ("split", {"split": "train"}),
+            ("average", {"protocol": {"average": "batches", "batch": 64}}), ("text", {"split": "train"}),
+            ("text", {"set": {"name": "ptb"}}),
             ("data", {"provenance__data_fingerprint": "other"}), ("tokenizer", {"provenance__tokenizer_hash": "other"}),
             ("tokens scored", {"tokens": 7})]):
         other = change(make_run(tmp_path / f"other{number}", steps=40), "eval.json", **values)
@@ -127,9 +129,9 @@ def test_notes_say_what_may_not_be_compared(runs: list[Path], make_run, tmp_path
     assert "-log p itself" in notes(tree, left) and "-log p itself" not in notes(tree, flat)
     assert "repetition" in notes(tree) and "repetition" not in notes(near)
     fast = change(make_run(tmp_path / "fast", steps=40), "config.json", provenance__device="a faster one")
-    change(fast, "quality.json", **{**QUALITY, "judge": "another", "temperature": 0.9})
+    change(fast, "quality.json", **{**QUALITY, "judge": "another", "settings": {"steps": 64, "temperature": 0.9}})
     text = notes(tree, fast)
-    assert "different devices" in text and "judge, temperature" in text and "measured differently" not in notes(tree, flat)
+    assert "different devices" in text and "(judge, temperature)" in text and "measured differently" not in notes(tree, flat)
 
 
 def test_everything_is_written(written: Path) -> None:
@@ -138,12 +140,13 @@ def test_everything_is_written(written: Path) -> None:
     assert {path.name for path in out.iterdir()} == {f"compare.{kind}" for kind in kinds} and held["differences"] == []
     assert [run["name"] for run in held["groups"][0]["runs"]] == ["tree", "near", "mdlm", "ar"]
     first = held["groups"][0]["runs"][0]
-    assert first["bound"] == 5.40 and first["generative_perplexity"] == 148.04 and first["distinct"] == 0.62
+    assert first["bound"] == 5.40 and first["generative_perplexity"] == 148.04 and first["distinct_2"] == 0.62
+    assert first["evaluations"] == 61.5 and first["judge"] == "gpt2-large" and held["groups"][0]["human"]["entropy"] == 5.61
     assert (first["parameters"], first["parameters_blocks"], first["parameters_head"]) == (1_121_664, 793_600, 16_512)
     assert first["tokens_seen"] == 40 * 4096 and first["memory"] == 812_000_000 and first["tree"] == "K=16, H=2"
     lines = list(csv.DictReader((out / "compare.csv").read_text().splitlines()))
     counting = [f"{name} (counting)" for name in ("unigram", "bigram", "trigram")]
-    assert [line["run"] for line in lines] == ["tree", "near", "mdlm", "ar", *counting]
+    assert [line["run"] for line in lines] == ["tree", "near", "mdlm", "ar", *counting, "human text"]
     assert float(lines[0]["bits_per_byte"]) == first["bits_per_byte"] and lines[0]["PAD mode"] == "count"
     assert (out / "compare.png").read_bytes().startswith(b"\x89PNG") and "<svg" in (out / "compare.svg").read_text()
     table = (out / "compare.md").read_text()
@@ -162,6 +165,7 @@ def test_the_page_is_whole_and_loads_nothing(written: Path) -> None:
     assert page.values("src", "srcset", "data") == [] and not re.search(r"@import|https?://", text)
     assert any("default-src 'none'" in value and "script-src 'none'" in value for value in page.values("content"))
     words = re.sub(r"\s+", " ", page.text)
+    assert "human text" in words and "25.1" in words
     for expected in ("4 runs side by side", "best", "\N{ALMOST EQUAL TO} best", "5.400", "148.0", "trigram (counting)", "exact",
                      "train.seed: 3 -> 2", "judge: gpt2-large"):
         assert expected in words, expected
@@ -189,6 +193,26 @@ def test_protocols_never_share_a_table(runs: list[Path], make_run, tmp_path: Pat
         compare_runs([*runs, other], tmp_path / "strict", one_protocol=True)
     assert not (tmp_path / "strict").exists() and "\n" not in str(caught.value)
     assert compare_runs(runs[3:], tmp_path / "strict", one_protocol=True)["differences"] == []
+
+
+def test_another_protocol_or_text_can_be_chosen(runs: list[Path], make_run, tmp_path: Path) -> None:
+    folders = []
+    for number, bound in enumerate((4.1, 4.0)):
+        run = make_run(tmp_path / f"run{number}", steps=40, bound=5.0 + number)
+        own = json.loads((run / "eval.json").read_text())
+        other = {**own, "bound": bound, "protocol": {"name": "mdlm-1024-pack", "average": "tokens", "layout": "framed"}}
+        folders.append(change(run, "eval.json", protocols={"mdlm-1024-pack": other},
+                              sets={"ptb": {"strict": {**own, "bound": bound + 1, "set": {"name": "ptb"}}}}))
+    assert [e["bound"] for e in compare_runs(folders, tmp_path / "a")["groups"][0]["runs"]] == [5.0, 6.0]
+    chosen = compare_runs(folders, tmp_path / "b", protocol="mdlm-1024-pack", one_protocol=True)["groups"][0]
+    assert [e["bound"] for e in chosen["runs"]] == [4.0, 4.1] and chosen["protocol"]["row layout"] == "framed"
+    chosen = compare_runs(folders, tmp_path / "c", on="ptb")["groups"][0]
+    assert [e["bound"] for e in chosen["runs"]] == [5.0, 5.1] and chosen["protocol"]["text"] == "ptb"
+    with pytest.raises(RunError, match=r"run0 has no result under protocol strict on lambada; make it: tdlm eval"):
+        compare_runs(folders, tmp_path / "d", on="lambada")
+    elsewhere = change(make_run(tmp_path / "elsewhere", steps=40, only={"config.json", "metrics.jsonl"}), "eval.json",
+                       protocols={"mdlm-1024-pack": {"bound": 4.0}})
+    assert "no: validation" in protocol(read_run(elsewhere))["evaluated"]  # of its own there is only the validation
 
 
 def test_without_matplotlib_bars_stand_in(runs: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -154,6 +154,19 @@ def test_a_picture_with_scripts_is_disarmed(make_run, tmp_path):
     assert "p{color:red}" not in text and 'src="data:image/svg+xml;base64,' in text  # its rules cannot reach the page
 
 
+def test_a_judge_stands_beside_the_samples(make_run, tmp_path):
+    run = make_run(tmp_path / "run", steps=40)
+    samples, human = ({"count": 256, "perplexity": value, "entropy": 5.4, "distinct": {"2": 0.6}} for value in (148.04, 25.1))
+    quality = {"judge": {"name": EVIL}, "samples": samples, "human": human}
+    (run / "quality.json").write_text(json.dumps(quality))
+    held = json.loads((run / "samples.json").read_text())
+    held["groups"][0]["evaluations"] = {"mean": 61.4, "max": 64}
+    (run / "samples.json").write_text(json.dumps(held))
+    found = read(write_report([run], tmp_path / "r.html"))
+    assert "148.0" in found.text and "25.1" in found.text and "256 samples" in found.text and "img" not in found.tags
+    assert "61 network evaluations" in found.text
+
+
 def test_missing_parts_name_the_command(make_run, tmp_path):
     run = make_run(tmp_path / "bare", only={"config.json"})
     text = read(write_report([run], tmp_path / "r.html")).text
