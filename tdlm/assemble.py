@@ -36,6 +36,7 @@ def assemble(config: RunConfig, tree: Tree, *, pad_id: int | None, counts: Tenso
         torch.manual_seed(key("init", config.train.seed))
         backbone = config.backbone.build(objective.num_states, tree.height)
         head = method.head.build(tree, backbone.embedding, mass)
+    backbone.stream = getattr(torch, config.train.stream)
     longest = getattr(backbone, "longest", None)
     if longest is not None and longest < config.data.length:
         raise ConfigError(f"backbone.longest={longest} is shorter than data.length={config.data.length}; "

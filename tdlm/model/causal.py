@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from ..errors import ConfigError
 from ..registry import register
-from .transformer import rotary, rotate, round_up
+from .transformer import enter, rotary, rotate, round_up
 
 Style = Literal["llama", "gpt2"]
 
@@ -46,6 +46,13 @@ class Cache:
             room[:, :, self.seen:end] = states
         keys, values = self.kept[block]
         return keys[:, :, :end], values[:, :, :end]
+
+
+class RootNorm(nn.RMSNorm):
+    """RMSNorm in the weights' precision, whatever the stream's."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(self.weight.dtype))
 
 
 class CausalBlock(nn.Module):
@@ -80,13 +87,14 @@ class CausalBlock(nn.Module):
 
 
 def norm(width: int, style: Style) -> nn.Module:
-    return nn.LayerNorm(width, eps=1e-5) if style == "gpt2" else nn.RMSNorm(width, eps=1e-5)
+    return nn.LayerNorm(width, eps=1e-5) if style == "gpt2" else RootNorm(width, eps=1e-5)
 
 
 class CausalBackbone(nn.Module):
     """Ids (B, S) -> hidden states (B, S, d); position i sees positions up to i. Time and level say nothing here."""
 
     conditioning = "none"
+    stream = torch.float32
     caches = True
     """It can go on from a `Cache`."""
 
@@ -123,6 +131,7 @@ class CausalBackbone(nn.Module):
                 raise ConfigError(f"this network has {self.positions.num_embeddings} positions, {end} were asked for; "
                                   "use a longer backbone.longest when training, or the llama style")
             x = x + self.positions.weight[first:end]
+        x = enter(x, self.stream)
         for number, block in enumerate(self.blocks):
             x = block(x, angles, cache, number)
         if cache is not None:

@@ -128,8 +128,15 @@ def zeroed(linear: nn.Linear) -> nn.Linear:
     return linear
 
 
+def enter(x: Tensor, stream: torch.dtype) -> Tensor:
+    """The start of the residual stream: in its own dtype where products are made in a narrow one."""
+    return x.to(stream) if torch.is_autocast_enabled(x.device.type) else x
+
+
 class Backbone(nn.Module):
     """Node ids (B, S) and a condition -> hidden states (B, S, d)."""
+
+    stream = torch.float32
 
     def __init__(self, config: BackboneConfig, nodes: int, levels: int):
         super().__init__()
@@ -148,7 +155,7 @@ class Backbone(nn.Module):
                 level: Int[Tensor, "B"] | None) -> Float[Tensor, "B S d"]:
         condition = self.condition(time, level)
         cos, sin = rotary(nodes.shape[1], self.head_width, nodes.device)
-        x = self.embedding(nodes)
+        x = enter(self.embedding(nodes), self.stream)
         for block in self.blocks:
             x = block(x, condition, cos, sin)
         shift, scale = self.final_modulation(condition)[:, None].chunk(2, dim=-1)

@@ -18,7 +18,7 @@ from ..files import file_hash, lock, write_bytes, write_json
 CONFIG, TREE, TOKENIZER, METRICS = "config.json", "tree.safetensors", "tokenizer.json", "metrics.jsonl"
 LOCK = ".lock"
 
-FREE = frozenset(("train.micro_batch", "train.log_every", "train.valid_every", "train.save_every", "train.keep"))
+FREE = frozenset(("train.micro_batch", "train.memory", "train.log_every", "train.valid_every", "train.save_every", "train.keep"))
 """What may change when a run continues: how often it reports and saves, and how many sequences go through at once."""
 
 

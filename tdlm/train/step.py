@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..config import TrainConfig
-from ..errors import RunError
+from ..errors import ConfigError, RunError
 from ..model.model import Model, autocast
 from ..objectives.base import Objective
 from ..rng import Draws
@@ -124,14 +124,42 @@ class Trainer:
         self.done = checkpoint.step
 
 
-def compile_backbone(model: Model, device: torch.device, wanted: bool | None,
+MEMORY: dict[str, dict[str, Any]] = {
+    "fast": {},
+    "balanced": {"ban_recompute_materialized_backward": False, "recompute_views": True},
+    "lean": {"aggressive_recomputation": True},
+}
+"""What the compiler may compute again in the backward pass instead of keeping it (switches of its partitioner):
+
+    fast       its own choice: about 46 bytes a position, channel and block
+    balanced   element-wise results that a product of the backward pass needs (activations, norms): about 32
+    lean       everything but the results of products and attention: about 23
+"""
+
+
+def compile_backbone(model: Model, device: torch.device, wanted: bool | None, memory: str = "fast",
                      available: Callable[[], bool] | None = None) -> bool:
     """Compile the backbone in place when asked, or when nobody asked and the device is a GPU with a compiler."""
     if wanted is None:
         wanted = device.type == "cuda" and (available or _triton)()
     if wanted:
-        model.backbone.compile(dynamic=False)
+        model.backbone.compile(dynamic=False, backend=_keeping(memory))
+    elif memory != "fast":
+        raise ConfigError(f"train.memory={memory} is a choice of the compiler's, and this run is not compiled: use "
+                          "--compile True, or --set train.memory=fast with a smaller train.micro_batch")
     return bool(wanted)
+
+
+def _keeping(memory: str) -> Callable[..., Any]:
+    """The compiler with these switches, set while it works and not beyond."""
+    def compiler(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        with config.patch(**MEMORY[memory]):
+            return compile_fx(graph, inputs)
+
+    return compiler
 
 
 def _triton() -> bool:

@@ -9,7 +9,8 @@ import torch
 
 from tdlm.assemble import assemble
 from tdlm.config import BackboneConfig, DataConfig, RunConfig, TrainConfig
-from tdlm.errors import RunError
+from tdlm.errors import ConfigError, RunError
+from tdlm.model.causal import Causal
 from tdlm.objectives.tree import TreeMethod
 from tdlm.train.plan import complete_tree
 from tdlm.train.step import Trainer, compile_backbone
@@ -114,6 +115,31 @@ def test_the_backbone_compiles_only_where_it_pays() -> None:
     assert not compile_backbone(model, torch.device("cpu"), None)
     assert not compile_backbone(model, torch.device("cuda"), None, available=lambda: False)
     assert not compile_backbone(model, torch.device("cuda"), False)
+    with pytest.raises(ConfigError, match="not compiled"):
+        compile_backbone(model, torch.device("cpu"), None, memory="lean")
     names = set(model.state_dict())
     assert compile_backbone(model, torch.device("cuda"), None, available=lambda: True)
     assert set(model.state_dict()) == names, "a compiled run must save under the same names"
+
+
+@pytest.mark.parametrize("backbone", [BackboneConfig(3, 32, 2), Causal("llama", 3, 32, 2), Causal("gpt2", 3, 32, 2)])
+def test_a_narrow_stream_changes_hidden_states_by_rounding_only(backbone) -> None:
+    torch.manual_seed(0)
+    network = backbone.build(20, 2)
+    for parameter in network.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    nodes, time = torch.randint(0, 20, (2, 9)), torch.rand(2, dtype=torch.float64)
+    outputs = {}
+    for stream in (torch.float32, torch.bfloat16):
+        network.stream, seen = stream, []
+        handle = network.blocks[1].register_forward_hook(lambda block, inputs, output, seen=seen: seen.append(output.dtype))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            outputs[stream] = network(nodes, time, None).float()
+        handle.remove()
+        assert seen == [stream]
+    exact, narrow = outputs.values()
+    assert 0 < float((narrow - exact).norm() / exact.norm()) < 0.02
+    network.stream = torch.bfloat16
+    plain = network(nodes, time, None)
+    network.stream = torch.float32
+    assert torch.equal(plain, network(nodes, time, None)), "without autocast the stream stays as wide as the weights"
