@@ -11,8 +11,9 @@ a checkpoint of GIDD or MDLM (`model/imports.py`). It must have the same tokens,
   influence; exact when the source was told nothing.
 * **Embedding** rows of tokens as they are. On the same tree every node keeps its row; on another one an inner node begins
   at the mean of the rows of the tokens below it, and the root at the source's root, which for GIDD and MDLM is MASK.
-* **Head** as it is where tree and head are the same: a flat source gives a flat target the same logits. Otherwise it
-  keeps its own start: the shared head begins at zero; a tied one needs nothing, it reads the embedding.
+* **Head** as it is where tree and head are the same: a flat source gives a flat target the same logits. Where both have
+  an output row a token (the shared head of a flat method, a dense head on any tree) the rows go over. Otherwise it keeps
+  its own start: the shared head begins at zero; a tied one needs nothing, it reads the embedding.
 """
 from __future__ import annotations
 
@@ -128,7 +129,7 @@ def warm_start(model: Model, config: RunConfig, tree: Tree, source: Source) -> d
     known = torch.ones(tree.nodes, dtype=torch.bool)
     known[list(source.missing)] = False
     state[EMBEDDING][: tree.nodes][known.to(state[EMBEDDING].device)] = rows[: tree.nodes][known].to(state[EMBEDDING])
-    head = alike and _take_head(state, source, type(config.method.head))
+    head = _take_head(state, tree, source, alike and type(config.method.head) is type(source.head))
     return {"from": source.name, "hash": source.hash, "step": source.step, "new_blocks": new, "condition": condition,
             "embedding": "every node's row" if alike else "tokens and root; inner nodes are means of their tokens",
             "head": "taken" if head else "its own start"}
@@ -202,19 +203,29 @@ def _rows_by_mean(theirs: Float[Tensor, "rows d"], tree: Tree, source: Source) -
     return torch.cat([theirs[:V], means])
 
 
-def _take_head(state: dict[str, Tensor], source: Source, kind: type) -> bool:
-    """The head's weights, if it is the same head; tokens that the source does not know keep their start."""
-    mine, theirs = ({name: value.shape for name, value in tensors.items() if name.startswith(HEAD)}
-                    for tensors in (state, source.tensors))
-    if not isinstance(source.head, kind) or mine != theirs:
+def _take_head(state: dict[str, Tensor], tree: Tree, source: Source, same: bool) -> bool:
+    """The head's weights: token by token where both have a row a token, as they are where it is the same head on one tree."""
+    mine, theirs = _token_rows(state, tree), _token_rows(source.tensors, source.tree)
+    if mine and theirs:
+        known = torch.tensor([token for token in range(tree.size) if token not in source.missing])
+        for name, other in zip(mine[0], theirs[0]):
+            state[name][mine[1][known]] = source.tensors[other][theirs[1][known]].to(state[name])
+        return True
+    names = {name for name in (*state, *source.tensors) if name.startswith(HEAD)}
+    if not same or any(name not in state or name not in source.tensors for name in names):
         return False
-    for name in mine:
-        unknown = list(source.missing)  # a row a token: only checkpoints of others lack tokens, and their head is shared
-        own = state[name][unknown].clone() if unknown else None
-        state[name].copy_(source.tensors[name])
-        if own is not None:
-            state[name][unknown] = own
+    for name in names:
+        _copy(state, name, source.tensors, source.name)
     return True
+
+
+def _token_rows(tensors: Mapping[str, Tensor], tree: Tree) -> tuple[tuple[str, str], Tensor] | None:
+    """Matrix and bias of a head with a row a token, and each token's row: a dense head, or a shared one on a star tree."""
+    for stem, rows in (("", torch.arange(tree.size)), ("output.", tree.slot[0].cpu() if tree.height == 1 else None)):
+        names = f"{HEAD}{stem}weight", f"{HEAD}{stem}bias"
+        if rows is not None and all(name in tensors and len(tensors[name]) == tree.size for name in names):
+            return names, rows
+    return None
 
 
 def _copy(state: dict[str, Tensor], name: str, given: Mapping[str, Tensor], source: str, there: str | None = None,

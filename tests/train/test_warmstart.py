@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from torch import Tensor
 
 from tdlm.assemble import assemble
@@ -18,6 +17,7 @@ from tdlm.data.store import TokenStore
 from tdlm.data.tokenizer import Tokenizer
 from tdlm.errors import RunError
 from tdlm.model.causal import Causal
+from tdlm.model.dense import Dense
 from tdlm.model.head import Tied
 from tdlm.model.model import Model
 from tdlm.objectives.ar import Autoregressive
@@ -29,6 +29,7 @@ from tdlm.train.plan import complete_tree
 from tdlm.train.step import Trainer
 from tdlm.train.warmstart import Source, must_fit, open_source, warm_start
 from tdlm.tree.tree import Tree
+from tests.rivals import write_gidd
 
 V, LENGTH = 258, 9
 BYTES = Tokenizer.from_bytes()
@@ -106,7 +107,7 @@ def test_the_depth_of_the_papers_small_from_that_of_gidd() -> None:
 
 def test_new_blocks_of_a_left_to_right_network_are_the_identity() -> None:
     for style in ("llama", "gpt2"):
-        causal = Causal(style=style, blocks=2, width=16, heads=2, longest=16)
+        causal = Causal(style=style, blocks=2, width=16, heads=2, longest=512)
         config = RunConfig("w", Autoregressive(), backbone=causal)
         theirs, origin = source(config)
         ours, taken = started(replace(config, backbone=replace(causal, blocks=3)), STAR, origin)
@@ -163,6 +164,18 @@ def test_the_same_tree_keeps_every_row_and_its_head() -> None:
         for name, value in checkpoint.model_tensors(ours).items():
             same = theirs.state_dict()[name]
             assert torch.equal(value[: TREE.nodes], same[: TREE.nodes]), name
+
+
+def test_a_flat_source_lends_its_output_rows_to_a_dense_head_on_a_tree() -> None:
+    theirs, origin = source(configured(conditioning="time"))
+    config = configured(TreeMethod(head=Dense()), conditioning="time")
+    ours, taken = started(config, TREE, origin)
+    nodes = ids(TREE)
+    flat = torch.where(nodes == TREE.root, STAR.root, nodes)
+    with torch.no_grad():
+        got = ours.head.token_log_probs(hidden(ours, nodes).flatten(0, 1))
+    assert taken["head"] == "taken"
+    torch.testing.assert_close(got, logits(theirs, flat, STAR.root), atol=1e-5, rtol=0)
 
 
 def test_another_head_keeps_its_own_start() -> None:
@@ -223,24 +236,7 @@ def weights(out: Path) -> bytes:
 @pytest.fixture
 def gidd(tmp_path: Path, config: RunConfig, world: dict[str, Path]) -> Path:
     """A checkpoint with GIDD's names for this configuration's network."""
-    return write_gidd(tmp_path / "gidd.safetensors", config, TokenStore(world["data"]).size, seed=1)
-
-
-def write_gidd(path: Path, config: RunConfig, tokens: int, seed: int) -> Path:
-    generator, d, c = torch.Generator().manual_seed(seed), config.backbone.width, config.backbone.condition_width
-    shapes = {"vocab_embed.embedding": (tokens + 1, d), "output_layer.linear.weight": (tokens + 1, d),
-              "output_layer.linear.bias": (tokens + 1,), "sigma_map.mlp.0.weight": (c, 256), "sigma_map.mlp.0.bias": (c,),
-              "sigma_map.mlp.2.weight": (c, c), "sigma_map.mlp.2.bias": (c,), "output_layer.norm_final.weight": (d,),
-              "output_layer.adaLN_modulation.weight": (2 * d, c), "output_layer.adaLN_modulation.bias": (2 * d,)}
-    for i in range(config.backbone.blocks):
-        here = {"norm1.weight": (d,), "norm2.weight": (d,), "attn_qkv.weight": (3 * d, d), "attn_out.weight": (d, d),
-                "mlp.0.weight": (4 * d, d), "mlp.0.bias": (4 * d,), "mlp.2.weight": (d, 4 * d), "mlp.2.bias": (d,),
-                "adaLN_modulation.weight": (6 * d, c), "adaLN_modulation.bias": (6 * d,)}
-        shapes |= {f"blocks.{i}.{name}": shape for name, shape in here.items()}
-    tensors = {name: torch.randn(shape, generator=generator) * 0.2 for name, shape in shapes.items()}
-    head = d // config.backbone.heads
-    save_file({**tensors, "rotary_emb.cos_cached": torch.ones(1, 16, 3, 1, head)}, path)
-    return path
+    return write_gidd(tmp_path / "gidd.safetensors", config.backbone, TokenStore(world["data"]).size)
 
 
 def test_a_run_begins_with_a_checkpoint_and_continues_to_the_bit(config: RunConfig, world: dict[str, Path], gidd: Path,
@@ -286,14 +282,14 @@ def test_a_kill_before_the_first_checkpoint_begins_with_it_again(config: RunConf
 def test_another_init_is_another_run(config: RunConfig, world: dict[str, Path], gidd: Path, tmp_path: Path) -> None:
     out, size = tmp_path / "run", TokenStore(world["data"]).size
     go(config, world, out, gidd)
-    other = write_gidd(tmp_path / "other.safetensors", config, size, seed=2)
+    other = write_gidd(tmp_path / "other.safetensors", config.backbone, size, seed=2)
     for init in (other, None):
         with pytest.raises(RunError, match=r"init: 'gidd.safetensors@"):
             go(config, world, out, init)
     go(config, world, tmp_path / "plain", None)
     with pytest.raises(RunError, match=r"init: None -> 'gidd.safetensors@"):
         go(config, world, tmp_path / "plain", gidd)
-    write_gidd(gidd, config, size, seed=3)  # other weights under the same name
+    write_gidd(gidd, config.backbone, size, seed=3)  # other weights under the same name
     with pytest.raises(RunError, match="init:"):
         go(config, world, out, gidd)
 
@@ -335,10 +331,9 @@ def test_what_does_not_fit_is_named_before_anything_is_made(config: RunConfig, w
 
     refused("backbone.width 16, this run 32", replace(config, backbone=replace(config.backbone, width=32)))
     refused("backbone.heads 2, this run 4", replace(config, backbone=replace(config.backbone, heads=4)))
-    deep = write_gidd(tmp_path / "deep.safetensors", replace(config, backbone=replace(config.backbone, blocks=3)),
-                      TokenStore(world["data"]).size, seed=1)
+    deep = write_gidd(tmp_path / "deep.safetensors", replace(config.backbone, blocks=3), TokenStore(world["data"]).size)
     refused("has 3 blocks, this run only 1", config, deep)
-    small = write_gidd(tmp_path / "small.safetensors", config, 100, seed=1)
+    small = write_gidd(tmp_path / "small.safetensors", config.backbone, 100)
     refused("another tokenizer", config, small)
     refused("no checkpoint", config, tmp_path / "nothing")
     (tmp_path / "weights.pt").write_bytes(b"\x80\x02")
