@@ -129,11 +129,12 @@ class HdlmObjective:
 
     def states(self, tokens: Int[Tensor, "B S"], moment: Moment, draws: Draws) -> Int[Tensor, "B S"]:
         """z_t: node ids drawn from q_t(. | x)."""
-        xi, n = self.method.xi, self.clusters
+        xi = self.method.xi
         heights = corrupt(moment, draws.uniform("state", tokens.shape[1]))
         nodes = self.tree.ancestor[heights, tokens]
         if xi == 1:
             return nodes
+        n = self.clusters
         uniform = draws.uniform("cluster", tokens.shape[1])
         further = 1 + ((uniform - xi) / (1 - xi) * (n - 1)).long().clamp(max=n - 2)
         slot = (self.tree.slot[1, tokens] + further.where(uniform >= xi, 0)) % n
@@ -148,9 +149,11 @@ class HdlmObjective:
         row, column = choice.nonzero(as_tuple=True)
         state, token, unseen = nodes[row, column], tokens[row, column], pad[row, column]
         level = (state == self.tree.root).long()
-        share = self.train_weight(moment)[row, level] / tokens.numel()
+        share = self.train_weight(moment)[row, level]
         if self.method.variant == "faithful":
-            share = share.masked_fill(unseen, 0) * (tokens.numel() / (~pad).sum().clamp(min=1))
+            share = share.masked_fill(unseen, 0) / (~pad).sum().clamp(min=1)
+        else:
+            share = share / tokens.numel()
         hidden = model.hidden(nodes, moment.time, None)[row, column]
         if self.method.xi == 1:
             train, cost = weighted_nll(model.head, hidden, state, self.tree.slot[level, token], share)
