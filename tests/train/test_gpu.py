@@ -3,19 +3,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tdlm.assemble import assemble
 from tdlm.config import RunConfig
+from tdlm.data.batches import Batch
+from tdlm.model.head import Shared, Tied, weighted_nll
 from tdlm.recipes import recipe
 from tdlm.rng import Draws
 from tdlm.train.checkpoint import latest
 from tdlm.train.loop import train
 from tdlm.train.metrics import Quiet, read_metrics
 from tdlm.train.plan import complete_tree, meta_model, predicted_memory
-from tdlm.train.step import Trainer
+from tdlm.train.step import Trainer, compile_backbone
+from tdlm.tree import Tree
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -66,3 +70,78 @@ def test_the_gpu_draws_the_cpus_noise() -> None:
         cpu, gpu = Draws(1, 2, "train", rows, 8), Draws(1, 2, "train", rows.cuda(), 8)
         assert torch.equal(cpu.uniform(tag, 5), gpu.uniform(tag, 5).cpu())
         assert torch.equal(cpu.strata(tag), gpu.strata(tag).cpu())
+
+
+def compiled(**settings: Any) -> tuple[Trainer, Batch]:
+    """A small network with the tied head, compiled, and a batch for it."""
+    config = recipe("small")
+    config = replace(config, method=replace(config.method, head=Tied()),
+                     backbone=replace(config.backbone, blocks=4, conditioning="level"),
+                     train=replace(config.train, batch=32, warmup=1, **settings))
+    assembly = assemble(config, complete_tree(5_000, 80), pad_id=None, counts=torch.ones(5_000), device="cuda")
+    torch.compiler.reset()
+    compile_backbone(assembly.model, torch.device("cuda"), True, config.train.memory)
+    tokens = torch.randint(0, 5_000, (32, 512), generator=torch.Generator().manual_seed(0)).pin_memory()
+    return Trainer(assembly.model, assembly.objective, config.train, torch.device("cuda")), Batch(tokens, torch.arange(32))
+
+
+def test_a_step_never_waits_for_the_gpu() -> None:
+    trainer, batch = compiled()
+    for _ in range(3):
+        trainer.update([batch])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            trainer.update([batch])
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.read().updates == 5
+
+
+def test_memory_settings_keep_less_and_change_nothing_else() -> None:
+    losses, peaks = [], []
+    for memory in ("fast", "balanced", "lean"):
+        trainer, batch = compiled(memory=memory)
+        trainer.update([batch])
+        trainer.read()
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(4):
+            trainer.update([batch])
+        losses.append(trainer.read().loss)
+        peaks.append(torch.cuda.max_memory_allocated() / 2**30)
+        del trainer
+    print("GiB at the peak:", [round(peak, 2) for peak in peaks])
+    assert peaks[0] > peaks[1] > peaks[2]
+    assert losses == pytest.approx([losses[0]] * 3, rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", [Tied(), Shared()])
+@pytest.mark.parametrize("flat", [False, True])
+def test_heads_on_the_gpu_are_the_heads_of_the_cpu(kind: Any, flat: bool) -> None:
+    """Grouped products and wide cross-entropy: near float64 in float32 (TF32 where allowed) and nearly so in bfloat16."""
+    tree = Tree.star(6_000) if flat else complete_tree(6_000, 80)
+    generator = torch.Generator().manual_seed(0)
+    embedding = torch.nn.Embedding(tree.nodes + 2, 64, dtype=torch.float64)
+    head = kind.build(tree, embedding, None).double()
+    with torch.no_grad():
+        for parameter in [embedding.weight, *head.parameters()]:
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+    token = torch.randint(0, tree.size, (500,), generator=generator)
+    height = torch.randint(1, tree.height + 1, (500,), generator=generator)
+    parent, slot = tree.ancestor[height, token], tree.slot[height - 1, token]
+    hidden, share = torch.randn(500, 64, generator=generator), torch.rand(500, generator=generator)
+
+    def run(device: str, dtype: torch.dtype) -> list[torch.Tensor]:
+        exact = torch.float64 if device == "cpu" else torch.float32
+        head.to(device, exact)
+        embedding.to(device, exact)
+        states = hidden.to(device, exact).requires_grad_()
+        with torch.autocast(device, dtype=torch.bfloat16, enabled=dtype == torch.bfloat16):
+            total, nll = weighted_nll(head, states, parent.to(device), slot.to(device), share.to(device))
+        gradients = torch.autograd.grad(total, [states, embedding.weight, *head.parameters()], allow_unused=True)
+        return [x.detach().double().cpu() for x in (total, nll, *gradients) if x is not None]
+
+    truth, single, half = run("cpu", torch.float64), run("cuda", torch.float32), run("cuda", torch.bfloat16)
+    for name, others, limit in (("float32", single, 2e-3), ("bfloat16", half, 2e-2)):
+        errors = [float((a - b).norm() / b.norm()) for a, b in zip(others, truth, strict=True)]
+        assert max(errors) < limit, f"{name}: {errors}"
