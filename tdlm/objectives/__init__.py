@@ -1,6 +1,12 @@
 """One file, one method: what is trained, what is published, and how it is sampled."""
 from .ar import Autoregressive, AutoregressiveObjective, AutoregressiveTree
 from .base import Loss, Objective
+from .gidd import GiddMethod, GiddObjective
+from .hdlm import HdlmMethod, HdlmObjective
+from .mdlm import MdlmMethod
+from .sedd import SeddMethod, SeddObjective
 from .tree import TreeMethod, TreeObjective
 
-__all__ = ["Autoregressive", "AutoregressiveObjective", "AutoregressiveTree", "Loss", "Objective", "TreeMethod", "TreeObjective"]
+__all__ = ["Autoregressive", "AutoregressiveObjective", "AutoregressiveTree", "GiddMethod", "GiddObjective",
+           "HdlmMethod", "HdlmObjective", "Loss", "MdlmMethod", "Objective", "SeddMethod", "SeddObjective",
+           "TreeMethod", "TreeObjective"]
