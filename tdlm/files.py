@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -24,8 +25,20 @@ def sync(path: Path) -> None:
 
 
 def write_bytes(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` atomically and durably."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Replace `path` by `content` atomically and durably. What is no file (a pipe, /dev/stdout) is written to, never
+    replaced; a symbolic link stays one. Errors name `path`."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file() and not path.is_dir():
+            path.write_bytes(content)
+        else:
+            _replace(path.resolve(), content)
+    except OSError as error:
+        number = errno.ENOTDIR if isinstance(error, FileExistsError) else error.errno or errno.EIO
+        raise OSError(number, os.strerror(number), str(path)) from error
+
+
+def _replace(path: Path, content: bytes) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with open(beside, "wb") as file:

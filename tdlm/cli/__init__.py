@@ -17,6 +17,7 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 
 from ..errors import ConfigError, TdlmError
 from .make import Prepare, Train, TreeVerb
+from .mistakes import parsed
 from .use import Demo, Eval, Quality, Report, Sample
 from .words import say
 
@@ -30,17 +31,19 @@ VERBS = ("prepare", "tree", "train", "eval", "quality", "sample", "report", "dem
 def parse(arguments: Sequence[str]) -> Any:
     from ..registry import suggest
 
-    if arguments and not arguments[0].startswith("-") and arguments[0] not in VERBS:
+    if arguments and not arguments[0].startswith("-") and arguments[0] not in (*VERBS, "help"):
         raise ConfigError(f"no command {arguments[0]!r}{suggest(arguments[0], VERBS)}")
-    if not arguments:
+    if not arguments or list(arguments) == ["help"]:
         arguments = ["--help"]
     if list(arguments) in (["--version"], ["-V"]):
         from .. import __version__
 
         print(f"tdlm {__version__}")
         raise SystemExit(0)
-    return tyro.cli(Verb, prog="tdlm", args=list(arguments), config=(OmitArgPrefixes, OmitSubcommandPrefixes),
-                    description="Tree-structured diffusion language models: build a tree, train, bound, sample, compare.")
+    return parsed(lambda: tyro.cli(
+        Verb, prog="tdlm", args=list(arguments), config=(OmitArgPrefixes, OmitSubcommandPrefixes),
+        description="Tree-structured diffusion language models: build a tree, train, bound, sample, compare."),
+        arguments, (*VERBS, "build", "show"))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -57,7 +60,7 @@ def _guarded(arguments: Sequence[str]) -> int:
         if verb.json:
             import json
 
-            print(json.dumps(result, ensure_ascii=False))
+            print(json.dumps(result))  # ASCII: the same under every locale
         sys.stdout.flush()
         return 0
     except TdlmError as error:

@@ -234,4 +234,4 @@ class Demo:
     def run(self) -> dict[str, Any]:
         from ..verbs.demo import demo
 
-        return demo(self.out, minutes=self.minutes, say=say)
+        return demo(self.out, minutes=self.minutes, say=say, show=say if self.json else print)

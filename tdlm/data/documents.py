@@ -136,7 +136,7 @@ class Documents:
         except UnicodeDecodeError as error:
             line += data.count(b"\n", 0, error.start)
             raise DataError(f"{name}: not UTF-8 at line {line}, byte {position + error.start} of the text; convert it, "
-                            "or prepare with errors='replace'") from error
+                            "or prepare with --errors replace") from error
 
     def _records(self, source: Source, start: int) -> Iterator[tuple[int, bytes]]:
         """(number, UTF-8 text) of the records from number `start` on."""
@@ -169,7 +169,7 @@ class Documents:
             if self.errors == "replace":
                 return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace").encode()
             raise DataError(f"{where}: the text holds half a character (a lone surrogate) at place {error.start}; mend "
-                            "it, or prepare with errors='replace'") from error
+                            "it, or prepare with --errors replace") from error
 
     def _json_lines(self, source: Source, start: int) -> Iterator[tuple[int, Any]]:
         with ByteStream(source) as stream:

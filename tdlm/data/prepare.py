@@ -98,6 +98,10 @@ def _checked_valid(valid: float | None, train: list[Source], held_out: list[Sour
     return valid
 
 
+class _NoSplit(DataError):
+    """Too few documents for the validation split that was asked for."""
+
+
 @dataclass(frozen=True)
 class _Job:
     """What is to be prepared. `settings` decides whether something found on the disk is the same."""
@@ -185,10 +189,11 @@ class _Run:
                                  journal={"settings": settings, "tokenizer": tokenizer.hash, **journal})
             self._write(writer, tokenizer)
             manifest = self._manifest(writer, tokenizer, settings)
-        except BaseException:
+        except BaseException as error:
             if writer is not None:
                 writer.close()
-            if not (writer.journal if writer is not None else journal).get("shards"):
+            hopeless = isinstance(error, _NoSplit) and self.job.bpe_size is not None  # the split is in the tokenizer
+            if hopeless or not (writer.journal if writer is not None else journal).get("shards"):
                 shutil.rmtree(self.partial, ignore_errors=True)  # nothing there that would save work
             raise
         files.write_json(self.partial / shards.MANIFEST, manifest)
@@ -288,7 +293,7 @@ def _train_documents(writer: ShardWriter, job: _Job) -> int:
         return train
     aside = _aside(job.valid or 0, total)
     if aside >= total:
-        raise DataError(f"the corpus has {total} documents, setting aside {aside} for validation leaves none to train "
+        raise _NoSplit(f"the corpus has {total} documents, setting aside {aside} for validation leaves none to train "
                         "on; ask for fewer (--valid), or give more text")
     return total - aside
 

@@ -119,6 +119,8 @@ def evaluate_bound(model: Network, objective: Objective, rows: Tensor, *, batch:
         repeats = 1  # nothing is drawn: another repeat would give the same numbers
     elif repeats < 2:
         raise ConfigError(f"an error bar needs at least 2 repeats, got {repeats}")
+    if batch < 1:
+        raise ConfigError(f"at least one row is scored at a time, got --batch {batch}")
     score = known[estimator]
     estimates = torch.zeros(repeats, len(rows), objective.levels, dtype=torch.float64)
     tokens = torch.zeros(len(rows), dtype=torch.int64)

@@ -24,6 +24,7 @@ from ..assemble import Assembly, assemble
 from ..config import RunConfig
 from ..data.batches import TrainRows, eval_rows, prefetch
 from ..data.store import TokenStore
+from ..device import choose_device
 from ..errors import ConfigError, DataError, RunError
 from ..evaluate.likelihood import evaluate_bound
 from ..files import bytes_hash
@@ -55,6 +56,8 @@ def train(config: RunConfig, *, data: Path | str, tree: Path | str | None = None
     source, label = source_of(init, config, store.tokenizer, out, progress.note)
     identity = {"data_fingerprint": store.fingerprint, "tokenizer_hash": store.tokenizer.hash,
                 "tree_hash": bytes_hash(tree_bytes), "init": label}
+    rows = TrainRows(store, length=config.data.length, layout=config.data.layout, batch=config.train.batch,
+                     seed=config.train.seed)
     with folder.hold(out), contextlib.closing(progress), tf32(chosen):
         old = folder.read(out)
         if old is not None:
@@ -69,10 +72,10 @@ def train(config: RunConfig, *, data: Path | str, tree: Path | str | None = None
                 chosen, command=command, data=os.path.relpath(data, out), **identity, **started,
                 parameters=count_parameters(assembly.model)))
         folder.keep_copies(out, tree_bytes, identity["tree_hash"], store.tokenizer.save)
-        sitting = Sitting(config, out, store, assembly, chosen, progress, command)
+        sitting = Sitting(config, out, store, rows, assembly, chosen, progress, command)
         sitting.resume(old)
         if not sitting.complete:
-            compile_backbone(assembly.model, chosen, compile)
+            compile_backbone(assembly.model, chosen, compile, config.train.memory)
             sitting.go()
         return sitting.summary()
 
@@ -87,17 +90,6 @@ def tree_of(config: RunConfig, tree: Path | str | None, store: TokenStore) -> tu
     if tree is None:
         raise ConfigError(f"method {config.method.kind} needs a tree: --tree FILE (make one with: tdlm tree build)")
     return Tree.load(tree, tokenizer_hash=store.tokenizer.hash), Path(tree).read_bytes()
-
-
-def choose_device(name: str | None) -> torch.device:
-    """The device asked for; without a wish the GPU if there is one."""
-    try:
-        device = torch.device(name or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
-        raise ConfigError(f"unknown device {name!r}; use cpu, cuda or cuda:N") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device {name!r} was asked for, but torch finds no GPU; use --device cpu")
-    return device
 
 
 @contextlib.contextmanager
@@ -160,9 +152,9 @@ class Stopwatch:
 class Sitting:
     """One sitting of a run, with the folder's lock held."""
 
-    def __init__(self, config: RunConfig, out: Path, store: TokenStore, assembly: Assembly, device: torch.device,
-                 progress: metrics.Progress, command: str):
-        self.config, self.out, self.store, self.assembly = config, out, store, assembly
+    def __init__(self, config: RunConfig, out: Path, store: TokenStore, rows: TrainRows, assembly: Assembly,
+                 device: torch.device, progress: metrics.Progress, command: str):
+        self.config, self.out, self.store, self.rows, self.assembly = config, out, store, rows, assembly
         self.trainer = Trainer(assembly.model, assembly.objective, config.train, device)
         self.progress, self.command = progress, command
         self.device, self.chip = device, device_name(device)
@@ -207,12 +199,10 @@ class Sitting:
         peak = metrics.peak_flops(self.chip)
         flops = train_flops(trainer.model, self.config, self.assembly.objective.tree.height)
         self.cost = flops["train"] / peak if peak else None
-        rows = TrainRows(self.store, length=self.config.data.length, layout=self.config.data.layout,
-                         batch=settings.batch, seed=settings.seed)
         self.held_out = self.valid_rows()
         self.file = metrics.MetricsFile(self.out / folder.METRICS)
         with (contextlib.closing(self.file), Interrupt().watching() as interrupt,
-              prefetch(rows, range(trainer.done, settings.steps), micros=trainer.micros,
+              prefetch(self.rows, range(trainer.done, settings.steps), micros=trainer.micros,
                        pin=self.device.type == "cuda") as batches):
             self.watch = Stopwatch(self.watch.before)
             self.logged = (trainer.done, self.watch.seconds())

@@ -7,12 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from ..assemble import Assembly, assemble
 from ..config import RunConfig
 from ..data.store import TokenStore
 from ..data.tokenizer import Tokenizer
+from ..device import choose_device
 from ..errors import DataError, RunError
 from ..tree.tree import Tree
 from . import checkpoint, folder
@@ -54,7 +53,7 @@ def open_run(path: Path | str, device: str = "cpu", warn: Callable[[str], None] 
     provenance = (folder.read(path) or {})["provenance"]
     tokenizer = Tokenizer.load(path / folder.TOKENIZER)
     tree = Tree.load(path / folder.TREE, tokenizer_hash=tokenizer.hash)
-    assembly = assemble(config, tree, pad_id=tokenizer.pad_id, device=torch.device(device))
+    assembly = assemble(config, tree, pad_id=tokenizer.pad_id, device=choose_device(device))
     state = checkpoint.load_model(path, assembly.model, warn=warn)
     assembly.model.eval()
     return Run(path, config, provenance, tree, tokenizer, assembly, int(state["step"]))

@@ -98,12 +98,14 @@ def build_tree(vectors: np.ndarray | Vectors | None, *, branching: int, size: in
         raise TreeError(f"counts are for {len(counts)} tokens, the tree has {size}; take both from the same data")
     if method == "frequency" and counts is None:
         raise TreeError("a frequency tree needs token counts: give --data DIR, whose train split is counted")
-    _check_request(size, branching, min_ratio, max_ratio, height, max_depth, method, order)
+    check_request(size, branching=branching, min_ratio=min_ratio, max_ratio=max_ratio, height=height, max_depth=max_depth,
+                  complete=complete, method=method)
+    if order not in ("id", "count"):
+        raise TreeError(f"unknown order of children {order!r}; choose id or count")
     if not complete and height is None:
         height = lowest_height(size, branching)
     plan = _Plan(size, branching, min_ratio, max_ratio, height, max_depth, complete, seed, method, order, iterations,
                  device, rows, known, counts, bool(source.get("metric") == "cosine"))
-    _check_height(plan)
     root, levels = _grow(plan, progress)
     tree = Tree.from_nested(_nested(root, plan), size=size, branching=branching, tokenizer_hash=tokenizer_hash,
                             meta=_meta(plan, source, levels))
@@ -149,8 +151,9 @@ def _prepare_rows(rows: np.ndarray | None, size: int | None, method: str) -> tup
     return rows, known, size
 
 
-def _check_request(size: int, branching: int, min_ratio: float, max_ratio: float, height: int | None, max_depth: int,
-                   method: str, order: str) -> None:
+def check_request(size: int, *, branching: int, min_ratio: float, max_ratio: float, height: int | None, max_depth: int,
+                  complete: bool, method: str) -> None:
+    """Fail before any work when the arithmetic alone says that the request cannot be met."""
     if size < 2:
         raise TreeError(f"a tree needs at least 2 tokens, got {size}")
     if branching < 2:
@@ -161,21 +164,17 @@ def _check_request(size: int, branching: int, min_ratio: float, max_ratio: float
         raise TreeError(f"the height must lie between 1 and --max-depth, got height {height}, max depth {max_depth}")
     if method not in METHODS:
         raise TreeError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
-    if order not in ("id", "count"):
-        raise TreeError(f"unknown order of children {order!r}; choose id or count")
-
-
-def _check_height(plan: _Plan) -> None:
-    """Fail before any work when the arithmetic alone says that the request cannot be met."""
-    size, k = plan.size, plan.branching
-    allowed = plan.height if plan.height is not None else plan.max_depth
+    k = branching
+    if not complete and height is None:
+        height = lowest_height(size, k)
+    allowed = height if height is not None else max_depth
     if k**allowed < size:
         raise TreeError(f"{size} tokens do not fit a tree of K={k} and {allowed} levels ({k}^{allowed} = {k**allowed}); "
                         f"use K >= {_needed(size, allowed)}, or {lowest_height(size, k)} levels or more")
-    if not plan.complete and plan.height is not None and (k < 3 or 2**plan.height > size):
-        raise TreeError(f"no tree of K={k} over {size} tokens has {plan.height} real choices on every path; allow padding "
+    if not complete and height is not None and (k < 3 or 2**height > size):
+        raise TreeError(f"no tree of K={k} over {size} tokens has {height} real choices on every path; allow padding "
                         "(--complete), or use K >= 3 and fewer levels")
-    if plan.height is not None and plan.method == "hdlm":
+    if height is not None and method == "hdlm":
         raise TreeError("the reference routine cannot keep to a height (its sizes are not enforced); leave out --height and "
                         "--no-complete, or use --method kmeans")
 

@@ -11,7 +11,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 from zipfile import BadZipFile
 
 import numpy as np
@@ -20,6 +20,9 @@ import xxhash
 from ..errors import TreeError
 from .cluster import check_rows
 from .cooccurrence import count_tokens, neighbour_vectors
+
+if TYPE_CHECKING:
+    from ..data.store import TokenStore
 
 Metric = Literal["cosine", "euclidean"]
 LIMIT = 32_000_000  # tokens that co-occurrence looks at: more change little and cost memory
@@ -34,23 +37,10 @@ class Vectors:
     source: dict[str, Any]
 
 
-class Store(Protocol):
-    """What `from_store` needs of a prepared folder (`tdlm.data.store.TokenStore` has it)."""
-
-    eos_id: int | None  # stands behind every document
-
-    @property
-    def counts(self) -> np.ndarray: ...
-
-    def documents(self, split: str) -> range: ...
-
-    def document(self, index: int) -> np.ndarray: ...
-
-
 class _Thinned:
     """The documents of a split that can be read again and again; evenly thinned when there are too many tokens."""
 
-    def __init__(self, store: Store, split: str, share: float):
+    def __init__(self, store: TokenStore, split: str, share: float):
         self.store, self.split, self.share = store, split, share
 
     def __iter__(self) -> Iterator[np.ndarray]:
@@ -60,7 +50,8 @@ class _Thinned:
                 yield document if self.store.eos_id is None else np.append(document, self.store.eos_id)
 
 
-def from_store(store: Store, *, metric: Metric = "cosine", limit: int = LIMIT, split: str = "train", **settings: Any) -> Vectors:
+def from_store(store: TokenStore, *, metric: Metric = "cosine", limit: int = LIMIT, split: str = "train",
+               **settings: Any) -> Vectors:
     """Co-occurrence in a prepared folder's train split."""
     counts = np.asarray(store.counts)
     total = int(counts.sum())

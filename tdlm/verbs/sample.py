@@ -57,9 +57,15 @@ def sample_run(run: Run, request: Request, *, say: Callable[[str], None], keep: 
     """Draw what was asked; `keep` adds the result to the run's samples.json (and trace.json)."""
     if request.count < 1 or request.batch < 1:
         raise SampleError(f"at least one sample is drawn at a time, got --count {request.count} --batch {request.batch}")
-    length = request.length or run.config.data.length
+    length = run.config.data.length if request.length is None else request.length
+    if length < 1 or (request.steps is not None and request.steps < 1):
+        raise SampleError(f"at least one token and one step are needed, got --length {length} --steps {request.steps}")
+    if sum(way is not None for way in (request.steps, request.per_level, request.times)) > 1:
+        raise SampleError("--steps, --per-level and --times each say when the network is asked; give one of them")
+    if request.gap is not None and request.infill is None:
+        raise SampleError("--gap is the number of tokens in a gap; it needs --infill TEXT with ___ in it")
     given = given_tokens(run, request, length)
-    steps = request.steps or (sum(request.per_level) if request.per_level else max(length, run.tree.height))
+    steps = sum(request.per_level) if request.per_level else request.steps or max(length, run.tree.height)
     choice = Choice(request.temperature, request.top_p, request.min_p)
     started, drawn = time.perf_counter(), []
     with counter("sample") as progress:
@@ -100,6 +106,8 @@ def given_tokens(run: Run, request: Request, length: int) -> Tensor:
         room = length - len(start) - sum(map(len, parts))
         gaps = len(parts) - 1
         size = request.gap if request.gap is not None else min(room // gaps, 12)
+        if request.gap is not None and request.gap < 1:
+            raise SampleError(f"a gap has at least one token, got --gap {request.gap}")
         if size < 1 or gaps * size > room:
             raise SampleError(f"the given text has {sum(map(len, parts))} tokens; {gaps} gaps of {max(size, 1)} do not fit "
                               f"the length {length}: ask for a longer --length or a smaller --gap")

@@ -8,9 +8,10 @@ from typing import Any, Literal, cast
 from ..console import counter
 from ..data.store import TokenStore
 from ..data.tokenizer import Tokenizer
+from ..device import choose_device
 from ..errors import ConfigError, TreeError
 from ..files import write_text
-from ..tree.build import build_tree
+from ..tree.build import build_tree, check_request, lowest_height
 from ..tree.describe import describe, render
 from ..tree.embeddings import Vectors, from_array, from_checkpoint, from_store
 from ..tree.picture import tree_svg
@@ -31,6 +32,11 @@ def build_from(*, data: Path | None = None, tokenizer: str | None = None, vector
         raise ConfigError("--data has its own tokenizer; give either --data or --tokenizer")
     loaded = store.tokenizer if store is not None else Tokenizer.load(cast(str, tokenizer))
     counts = store.counts if store is not None else None
+    check_request(loaded.size, branching=branching, min_ratio=min_ratio, max_ratio=max_ratio, height=height,
+                  max_depth=max_depth, complete=complete, method=method)
+    device = str(choose_device(device))
+    if tensor is not None and (vectors is None or vectors == "corpus" or vectors.endswith(ARRAYS)):
+        raise ConfigError("--tensor names a tensor of a checkpoint; give one with --vectors")
     rows = None
     if method in ("kmeans", "hdlm"):
         rows = _vectors(store, vectors, loaded.size, metric, tensor, device, say)
@@ -41,6 +47,8 @@ def build_from(*, data: Path | None = None, tokenizer: str | None = None, vector
                           height=height, max_depth=max_depth, complete=complete, seed=seed, method=cast(Any, method),
                           counts=counts, tokenizer_hash=loaded.hash, device=device,
                           progress=lambda depth, done, total: tell(done, total))
+    if height is None and method != "hdlm" and (possible := lowest_height(loaded.size, branching)) < tree.height:
+        say(f"K={branching} reaches height {possible} when it is asked for: --height {possible}")
     return tree, describe(tree, counts, loaded)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -183,27 +184,20 @@ def test_cooccurrence_is_deterministic_and_repeats_nothing():
             from_corpus(nothing, 17)
 
 
-class Folder:
+def prepared(texts: list[np.ndarray], eos_id: int | None) -> Any:
     """What a prepared folder offers."""
-
-    def __init__(self, texts: list[np.ndarray], eos_id: int | None):
-        self.texts, self.eos_id = texts, eos_id
-        self.counts = count_tokens(texts, 18)
-        if eos_id is not None:
-            self.counts[eos_id] += len(texts)
-
-    def documents(self, split: str) -> range:
-        return range(len(self.texts))
-
-    def document(self, index: int) -> np.ndarray:
-        return self.texts[index].astype(np.uint16)
+    counts = count_tokens(texts, 18)
+    if eos_id is not None:
+        counts[eos_id] += len(texts)
+    return SimpleNamespace(eos_id=eos_id, counts=counts, documents=lambda split: range(len(texts)),
+                           document=lambda number: texts[number].astype(np.uint16))
 
 
 def test_a_prepared_folder_and_its_limit():
     texts = two_classes(200)
-    with_ends = from_store(Folder(texts, 17))
+    with_ends = from_store(prepared(texts, 17))
     assert with_ends.source["tokens"] == 200 * 21 and with_ends.rows[17].any() and not with_ends.rows[16].any()
-    thinned = from_store(Folder(texts, 17), limit=2100)
+    thinned = from_store(prepared(texts, 17), limit=2100)
     assert thinned.source["tokens"] == 2100
-    with_out = from_store(Folder(texts, None))
+    with_out = from_store(prepared(texts, None))
     assert np.array_equal(with_out.rows, from_corpus(texts, 18).rows)
