@@ -99,9 +99,9 @@ def test_our_head_is_their_softmax_without_mask(imported: dict[str, Imported]) -
     root = torch.full((len(states),), TOKENS)
     with torch.no_grad():
         ours = model.head.log_probs(states, root)
-    near_to = GOLD["hf/logits"].flatten(0, 1)[:, :TOKENS].log_softmax(-1)
+    wanted = GOLD["hf/logits"].flatten(0, 1)[:, :TOKENS].log_softmax(-1)
     assert ours.shape == (96, TOKENS)
-    torch.testing.assert_close(ours, near_to, atol=1e-4, rtol=0)
+    torch.testing.assert_close(ours, wanted, atol=1e-4, rtol=0)
 
 
 def test_activations(imported: dict[str, Imported]) -> None:
@@ -130,7 +130,8 @@ def test_the_rotary_tables_are_the_ones_we_compute() -> None:
 
 def test_every_array_is_accounted_for() -> None:
     GOLD.account(
-        compared=["logits", "logits_seq5", "hf/logits", "act/*", "w/rotary_emb.*", "n_heads", "max_seq_len", "rounded_vocab_size"],
+        compared=["logits", "logits_seq5", "hf/logits", "act/*", "w/rotary_emb.*", "n_heads", "max_seq_len",
+                  "rounded_vocab_size"],
         inputs=["w/vocab_embed.*", "w/sigma_map.*", "w/blocks.*", "w/output_layer.*", "w/logit_bias", "input_ids", "t",
                 "vocab_size"],
         left_out={})
