@@ -3,8 +3,9 @@ from .adaptive import Adaptive, AdaptiveHead
 from .causal import Causal, CausalBackbone
 from .dense import Dense, DenseHead
 from .head import LevelHead, PerLevel, Shared, SharedHead, Tied, TiedHead
+from .joint import JointHead, Neighbourhood
 from .model import Model
 from .transformer import Backbone
 
-__all__ = ["Adaptive", "AdaptiveHead", "Backbone", "Causal", "CausalBackbone", "Dense", "DenseHead", "LevelHead",
-           "Model", "PerLevel", "Shared", "SharedHead", "Tied", "TiedHead"]
+__all__ = ["Adaptive", "AdaptiveHead", "Backbone", "Causal", "CausalBackbone", "Dense", "DenseHead", "JointHead",
+           "LevelHead", "Model", "Neighbourhood", "PerLevel", "Shared", "SharedHead", "Tied", "TiedHead"]

@@ -3,10 +3,11 @@ from .ar import Autoregressive, AutoregressiveObjective, AutoregressiveTree
 from .base import Loss, Objective
 from .gidd import GiddMethod, GiddObjective
 from .hdlm import HdlmMethod, HdlmObjective
+from .joint import JointMethod, JointObjective
 from .mdlm import MdlmMethod
 from .sedd import SeddMethod, SeddObjective
 from .tree import TreeMethod, TreeObjective
 
 __all__ = ["Autoregressive", "AutoregressiveObjective", "AutoregressiveTree", "GiddMethod", "GiddObjective",
-           "HdlmMethod", "HdlmObjective", "Loss", "MdlmMethod", "Objective", "SeddMethod", "SeddObjective",
-           "TreeMethod", "TreeObjective"]
+           "HdlmMethod", "HdlmObjective", "JointMethod", "JointObjective", "Loss", "MdlmMethod", "Objective", "SeddMethod",
+           "SeddObjective", "TreeMethod", "TreeObjective"]

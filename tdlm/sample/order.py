@@ -12,8 +12,10 @@ on the star tree and H x S on any tree. Jumps at nodes with one child are free. 
 `Sampled.together` says how many there were at most (1: exact).
 
 *By confidence* the same clock ticks, but the units fall whose best child is the most probable (after `Choice`; ties, as at
-temperature 0, by the network's own probability, then from left to right); the child itself is drawn. The order depends on
-what is seen, so this is no exact sampler of the model, whatever the number of steps. Free jumps are made at once.
+temperature 0, by the network's own probability, then from left to right); the child itself is drawn. Probabilities within
+a thousandth of one another are ties: positions that look alike, as all do at the start, differ by rounding only, which must
+not decide. The order depends on what is seen, so this is no exact sampler of the model, whatever the number of steps. Free
+jumps are made at once.
 
 In the cascade every level is finished before the next begins, and `steps` are shared out over the levels. Everything is drawn
 by sequence, unit and level, so a sample does not depend on its batch; sequences proceed at their own pace, and those with
@@ -147,9 +149,9 @@ def _most_certain(walk: Walk, now: _Turn) -> None:
             hidden = walk.look(view, rows, now.time, now.level)
             row, unit, log_probs = walk.reader.outlook(walk.model.head, hidden, view.part(rows))
             keys = []
-            for best in (log_probs.double().amax(-1).exp(), walk.choice.probabilities(log_probs).amax(-1)):
-                key = torch.full(real[rows].shape, -1.0, dtype=torch.float64, device=real.device)
-                key[row, unit] = best
+            for best in (log_probs.double().amax(-1), walk.choice.probabilities(log_probs).amax(-1).log()):
+                key = torch.full(real[rows].shape, -torch.inf, dtype=torch.float64, device=real.device)
+                key[row, unit] = best.round(decimals=3)
                 keys.append(key)
             going[rows] = (_foremost(keys, now.count[rows]) | now.must[rows]) & real[rows]
             slot = walk.pick(walk.view(going, now.floor), rows, hidden, now.uniform)
