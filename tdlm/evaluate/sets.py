@@ -136,6 +136,8 @@ def _file(name: str, path: Path) -> Source:
         if len(tests) != 1:
             raise DataError(f"{path}: one test file is expected, found {len(tests)}; name the file: --on {name}=FILE")
         path = tests[0]
+    if not path.exists():
+        raise DataError(f"{path}: no such file; give the test file of {name}, or hf:OWNER/NAME:CONFIG:SPLIT")
     kind = _kind(path)
     if kind is None:
         raise DataError(f"{path}: this kind of file cannot be read; supported are .txt, .tokens and .jsonl (also .gz, .bz2, "

@@ -11,7 +11,7 @@ import shlex
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -89,7 +89,9 @@ def evaluate_model(spec: str, *, data: Path | None, split: str, limit: int | Non
                           "the folder: --data DIR")
     prepared = TokenStore(data)
     tokenizer = prepared.tokenizer
-    chosen = named(protocol).changed(length=length, layout=layout).of(DataConfig(), "count")
+    base = named(protocol)  # there is no run to fill in what the protocol leaves open: the wishes do
+    chosen = base.changed(length=length if base.length else None, layout=layout if base.layout else None)
+    chosen = chosen.of(DataConfig(length or DataConfig.length, cast(Any, layout) or DataConfig.layout), "count")
     check(chosen, tokenizer, longest=None, who=spec)
     judge = load_judge(spec, device=device, dtype=dtype)
     check(chosen, tokenizer, longest=judge.positions if same_ids(judge, tokenizer) else None, who=judge.name)

@@ -82,6 +82,6 @@ def read_samples(path: Path) -> dict[str, Any]:
 
 
 def _group(group: dict[str, Any]) -> dict[str, Any]:
-    settings = {**group.get("settings", {}), "evaluations": group.get("evaluations", {}).get("mean"), "dtype":
-                "network float32, draws float64"}
+    settings = {"dtype": "network float32, draws float64", **group.get("settings", {}),
+                "evaluations": group.get("evaluations", {}).get("mean")}
     return {"texts": [sample["text"] for sample in group["samples"]], "settings": settings, "length": settings.get("length")}

@@ -50,8 +50,9 @@ def test_blocks_and_sliding_windows_differ_and_more_context_is_other_context():
     judge = toy_judge(8)
     blocks, sliding = (token_nats(judge, TEXTS[:1], stride=stride)[0] for stride in (8, 2))
     assert blocks[:8].tolist() == sliding[:8].tolist() and not torch.allclose(blocks[8:], sliding[8:])
-    with pytest.raises(ConfigError, match="advance by 1 to 8, got --stride 9"):
-        token_nats(judge, TEXTS, stride=9)
+    for options, words in [({"stride": 9}, "advance by 1 to 8, got a stride of 9"), ({"batch": 0}, "at a time, got --batch 0")]:
+        with pytest.raises(ConfigError, match=words):
+            token_nats(judge, TEXTS, **options)
 
 
 def test_without_a_start_token_the_first_token_is_given():
