@@ -84,8 +84,8 @@ def show_bound(result: dict[str, Any]) -> None:
         print(f"{name:8s}{value:.4f} nats/token  ({value - result['bound']:+.3f} beside the bound)")
     text = result.get("set")
     of = f"{text['name']} ({text['source']}, detokeniser {text['detokeniser']})" if text else f"split {result['split']}"
-    print(f"on {result['tokens']:,} real tokens in {result['documents']:,} rows, {of}, layout {result['layout']}, "
-          f"PAD mode {result['pad']}, estimator {result['estimator']} x {result['repeats']}" +
+    print(f"on {result['tokens']:,} real tokens in {result['documents']:,} rows of {result['length']}, {of}, layout "
+          f"{result['layout']}, PAD mode {result['pad']}, estimator {result['estimator']} x {result['repeats']}" +
           (f", weights of step {result['step']:,}" if "step" in result else ""))
     kinds = {"tokens": "tokens", "batches": f"batches of {protocol['batch']} rows"}
     own = kinds.pop(protocol["average"])
