@@ -16,16 +16,17 @@ import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 
 from ..errors import ConfigError, TdlmError
-from .make import Prepare, Train, TreeVerb
+from .make import Import, Prepare, Train, TreeVerb
 from .mistakes import parsed
-from .use import Demo, Eval, Quality, Report, Sample
+from .use import Compare, Demo, Eval, Quality, Report, Sample
 from .words import say
 
 Verb = (Annotated[Prepare, subcommand(name="prepare")] | Annotated[TreeVerb, subcommand(name="tree")]
-        | Annotated[Train, subcommand(name="train")] | Annotated[Eval, subcommand(name="eval")]
-        | Annotated[Quality, subcommand(name="quality")] | Annotated[Sample, subcommand(name="sample")]
-        | Annotated[Report, subcommand(name="report")] | Annotated[Demo, subcommand(name="demo")])
-VERBS = ("prepare", "tree", "train", "eval", "quality", "sample", "report", "demo")
+        | Annotated[Train, subcommand(name="train")] | Annotated[Import, subcommand(name="import")]
+        | Annotated[Eval, subcommand(name="eval")] | Annotated[Quality, subcommand(name="quality")]
+        | Annotated[Sample, subcommand(name="sample")] | Annotated[Report, subcommand(name="report")]
+        | Annotated[Compare, subcommand(name="compare")] | Annotated[Demo, subcommand(name="demo")])
+VERBS = ("prepare", "tree", "train", "import", "eval", "quality", "sample", "report", "compare", "demo")
 
 
 def parse(arguments: Sequence[str]) -> Any:
@@ -35,6 +36,8 @@ def parse(arguments: Sequence[str]) -> Any:
         raise ConfigError(f"no command {arguments[0]!r}{suggest(arguments[0], VERBS)}")
     if not arguments or list(arguments) == ["help"]:
         arguments = ["--help"]
+    if list(arguments[:2]) == ["report", "compare"]:
+        arguments = arguments[1:]
     if list(arguments) in (["--version"], ["-V"]):
         from .. import __version__
 

@@ -131,7 +131,7 @@ class TreeVerb:
 
 @dataclass
 class Train:
-    """Train a recipe (demo, tiny, small, base), or continue the run in --out; with --dry-run only say what it costs."""
+    """Train a recipe (demo, tiny, small, mdlm-small, ...), or continue the run in --out; with --dry-run only say its cost."""
 
     recipe: Annotated[Positional[str], arg(metavar="RECIPE")]
     """The name of a recipe."""
@@ -149,6 +149,8 @@ class Train:
     """Short for --set train.batch=N."""
     seed: Whole = None
     """Short for --set train.seed=N."""
+    init: Annotated[str | None, arg(metavar="RUN|CHECKPOINT", help_behavior_hint="")] = None
+    """Begin with the weights of another run, or of a published GIDD or MDLM checkpoint (gidd:..., mdlm:...)."""
     device: Text = None
     """cpu, cuda or cuda:N (default: a GPU if there is one)."""
     compile: Annotated[bool | None, arg(metavar="True|False", help_behavior_hint="")] = None
@@ -204,7 +206,34 @@ class Train:
         from ..train.loop import train
 
         assert self.data and self.out
-        return train(config, data=self.data, tree=self.tree, out=self.out, device=self.device, compile=self.compile)
+        return train(config, data=self.data, tree=self.tree, out=self.out, device=self.device, compile=self.compile,
+                     init=self.init)
+
+
+@dataclass
+class Import:
+    """Turn a published checkpoint (GIDD, MDLM) into a run folder: to evaluate it, sample from it, or begin with it."""
+
+    checkpoint: Annotated[Positional[str], arg(metavar="CHECKPOINT")]
+    """A safetensors file, a folder with config.json, or a name of the hub; gidd: or mdlm: in front says which family."""
+    out: Path
+    """The run folder."""
+    tokenizer: Text = None
+    """Its tokenizer.json (default: the one in the checkpoint's folder)."""
+    heads: Whole = None
+    """Attention heads, where the checkpoint has no config.json."""
+    p_uniform: Annotated[float | None, arg(metavar="P", help_behavior_hint="")] = None
+    """GIDD's share of uniform noise, where the checkpoint has no config.json."""
+    json: Flag = False
+    """Print the result on stdout."""
+
+    def run(self) -> dict[str, Any]:
+        from ..verbs.importing import import_run
+
+        result = import_run(self.checkpoint, self.out, tokenizer=self.tokenizer, heads=self.heads, p_uniform=self.p_uniform)
+        say(f"{self.out}: {result['family']} with {result['parameters']['total']:,} parameters over {result['tokens']:,} "
+            f"tokens; next: tdlm eval {self.out} --data DIR, or tdlm train RECIPE ... --init {self.out}")
+        return result
 
 
 def _number(text: str | None) -> float | int | None:

@@ -10,10 +10,6 @@ from typing import Any
 
 from ..errors import ConfigError
 
-_RULES = "─━═"
-_FRAME = "│┃|╭╮╰╯┌┐└┘+ "
-
-
 _NUMBERS = {"int()": "a whole number", "float": "a number"}
 
 
@@ -34,17 +30,15 @@ def parsed(parse: Callable[[], Any], typed: Sequence[str], verbs: Container[str]
 def one_line(box: str) -> str:
     """The complaint and the nearest thing that exists.
 
-    Sections stand between rules; what is indented by eight is help text for an entry above it."""
+    Sections stand between rules, behind the title; what is indented by eight is help text for an entry above it."""
     sections: list[list[str]] = [[]]
     for line in box.splitlines():
-        inside = line.strip()
-        if any(mark in inside for mark in _RULES):
+        text = line.strip("│ ")
+        if "──" in text or set(text) == {"-"}:
             sections.append([])
-        elif text := inside.strip(_FRAME):
-            indent = len(inside.lstrip("│┃|")) - len(inside.lstrip(_FRAME))
-            if indent < 8:
-                sections[-1].append(text)
-    parts = [section for section in sections if section] or [["the command cannot be read"]]
+        elif text and len(line) - len(line.lstrip("│ ")) < 8:
+            sections[-1].append(text)
+    parts = [section for section in sections[1:] if section] or [["the command cannot be read"]]
     complaint = " ".join(parts[0]).split(" Got errors")[0].rstrip(".")
     if value := re.search(r"Error parsing (\S+):.*(int\(\)|float).*?: '(.*?)'", " ".join(parts[0])):
         complaint = f"{value[1]}: {_NUMBERS[value[2]]} is expected, got {value[3]!r}"

@@ -222,6 +222,33 @@ class Report:
 
 
 @dataclass
+class Compare:
+    """One table and one figure for many runs: compare.html, .md, .csv, .json and pictures; runs that were not measured
+    alike get a table each. (`tdlm report compare` is the same.)"""
+
+    paths: Annotated[Positional[tuple[Path, ...]], arg(metavar="RUN")]
+    """Run folders."""
+    out: Path
+    """The folder for the comparison."""
+    one_protocol: Flag = False
+    """End with an error instead of a second table when the runs were not measured alike."""
+    protocol: Text = None
+    """Compare the numbers of this protocol (tdlm eval --protocol NAME)."""
+    on: Text = None
+    """Compare the numbers on this text set (tdlm eval --on NAME)."""
+    json: Flag = False
+
+    def run(self) -> dict[str, Any]:
+        from ..report import compare_runs
+
+        result = compare_runs(list(self.paths), self.out, one_protocol=self.one_protocol, protocol=self.protocol, on=self.on)
+        for difference in result["differences"]:
+            say(difference)
+        say(f"{result['files']['html']}: open it in a browser")
+        return result
+
+
+@dataclass
 class Demo:
     """Everything once, on three novels that come with the package: prepare, tree, train, evaluate, sample, report."""
 
