@@ -412,6 +412,44 @@ def test_the_most_certain_unit_falls_first():
     assert first_to_fall("unit") == [0, 1] and first_to_fall("marginal") == [2]
 
 
+@pytest.mark.parametrize("mode", ["unit", "marginal"])
+@pytest.mark.parametrize("source", ["loss", "count", "ancestral", "first-hitting", "confidence"])
+def test_what_has_moved_is_known_to_the_head_in_training_as_in_sampling(mode, source):
+    """In the cascade an inner node may be a child state: its own slot is then the only one left, its children are no matter."""
+    tree, asked = Tree.from_nested([[0, 1], [2, 3], [4, 5]]), []
+
+    class Spying(TableHead):
+        def masked(self, hidden, parent, known):
+            asked.append((parent, known))
+            return super().masked(hidden, parent, known)
+
+    model = JointTable(tree, 3, random_joint(tree, 3, 1))
+    model.head = Spying(tree, 1, 3)
+    target, tokens = make(tree, Cascade(), mode, 3), torch.arange(70).view(14, 5) % 6
+    draws = Draws(1, 0, "known", torch.arange(14))
+    if source in ("loss", "count"):
+        {"loss": target.loss, "count": target.exact_count_loss}[source](model, tokens, draws=draws)
+    else:
+        target.sample(model, (14, 5), steps=20, draws=draws, sampler=source)
+    parent, known = (torch.cat([pair[i] for pair in asked]) for i in (0, 1))
+    heights = tree.node_height()[parent.clamp(min=0)].masked_fill(parent < 0, -1)
+    top = heights.amax(1, keepdim=True)
+    assert bool((known[heights == top] == -1).all()) and set(top[:, 0].tolist()) == {1, 2}
+    assert torch.equal(known[heights < top], own_slots(tree)[parent.clamp(min=0)].masked_fill(parent < 0, 0)[heights < top])
+    assert mode == "unit" or bool(((heights == 1) & (top == 2)).any()), "an inner node that has moved was among them"
+
+
+def test_choices_act_on_what_falls_and_not_on_what_is_summed_out():
+    """The best combination is (0, 0), but the first position's best child by itself is 1."""
+    tree = Tree.star(3)
+    table = torch.tensor([[0.3, 0.0, 0.0], [0.0, 0.25, 0.25], [0.1, 0.05, 0.05]], dtype=FLOAT)
+    model = JointTable(tree, 2, lambda nodes, level, start: table)
+    drawn = draw(make(tree, Cascade(), "marginal"), model, (200, 2), 2, sampler="first-hitting", choice=Choice(temperature=0.0))
+    assert set(map(tuple, drawn.tokens.tolist())) == {(1, 1), (0, 0)}, "by the first position, or by the second (0: 0.4)"
+    drawn = draw(make(tree, Cascade(), "unit"), model, (20, 2), 1, choice=Choice(temperature=0.0))
+    assert set(map(tuple, drawn.tokens.tolist())) == {(0, 0)}
+
+
 def test_settings_are_checked_and_kept():
     tree = Tree.from_nested([[0, 1, 2, 3], [4, 5, 6, 7]])
     method = JointMethod(neighbourhood=4, combine="mean", mode="marginal", clip=None)
