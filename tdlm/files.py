@@ -53,7 +53,7 @@ def _replace(path: Path, content: bytes) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    write_bytes(path, text.encode())
+    write_bytes(path, text.encode("utf-8", "surrogateescape"))  # names that the locale could not read keep their bytes
 
 
 def write_json(path: Path, value: Any) -> None:

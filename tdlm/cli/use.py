@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, arg
 
 from ..errors import ConfigError
-from .words import File, Flag, Folder, Plugins, Several, Text, Whole, import_plugins, say
+from .words import File, Flag, Folder, Plugins, Several, Text, Whole, import_plugins, say, typed
 
 
 @dataclass
@@ -190,10 +190,10 @@ class Sample:
         from ..verbs.sample import Request, sample_run
 
         import_plugins(self.plugin)
-        request = Request(count=self.count, prompt=self.prompt, infill=self.infill, gap=self.gap, length=self.length,
-                          steps=self.steps, per_level=self.per_level, times=self.times, sampler=self.sampler,
-                          temperature=self.temperature, top_p=self.top_p, min_p=self.min_p, seed=self.seed,
-                          batch=self.batch, trace=self.trace)
+        request = Request(count=self.count, prompt=typed(self.prompt), infill=typed(self.infill), gap=self.gap,
+                          length=self.length, steps=self.steps, per_level=self.per_level, times=self.times,
+                          sampler=self.sampler, temperature=self.temperature, top_p=self.top_p, min_p=self.min_p,
+                          seed=self.seed, batch=self.batch, trace=self.trace)
         result = sample_run(open_run(self.path, self.device, warn=say), request, say=say)
         if not self.json:
             for number, sample in enumerate(result["samples"]):

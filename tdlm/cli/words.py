@@ -25,6 +25,11 @@ def say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
+def typed(text: str | None) -> str | None:
+    """Text from the command line, which a locale that is not UTF-8 leaves as single bytes."""
+    return text if text is None else os.fsencode(text).decode("utf-8", "replace")
+
+
 def import_plugins(names: Sequence[str]) -> None:
     """Import modules that register their own parts; the current folder counts as a place to find them."""
     import importlib

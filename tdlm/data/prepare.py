@@ -61,7 +61,9 @@ def prepare(inputs: Sequence[str | Path] | str | Path, out: str | Path, *,
     job = _Job(train_sources, valid_sources, Path(out).expanduser(), tokenizer,
                _checked_valid(valid, train_sources, valid_sources), _positive(shard_tokens, "shard_tokens"),
                text_field, limit, errors)
-    job.reader()  # says what is wrong with its settings before anything is written
+    workers = _positive(_cores() if workers is None else workers, "workers")
+    job.reader()  # these say what is wrong with the settings before anything is written
+    job.given_tokenizer()
     if (done := job.finished(job.out)) is not None:
         return done
     partial = job.out.with_name(job.out.name + ".partial")
@@ -162,10 +164,10 @@ class _Job:
 class _Run:
     """One attempt at a job, in its partial folder."""
 
-    def __init__(self, job: _Job, partial: Path, workers: int | None,
+    def __init__(self, job: _Job, partial: Path, workers: int,
                  progress: Callable[[Progress], None] | None) -> None:
         self.job, self.partial, self.progress = job, partial, progress
-        self.workers = _positive(workers or _cores(), "workers")
+        self.workers = workers
         self.started, self.told = time.monotonic(), 0.0
 
     def run(self) -> dict[str, Any]:

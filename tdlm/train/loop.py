@@ -209,8 +209,9 @@ class Sitting:
             while not self.complete:
                 with explained(settings.micro_batch or settings.batch):
                     trainer.update(itertools.islice(batches, trainer.micros))
-                self.after_step(interrupt.asked)
-                if interrupt.asked and not self.complete:
+                leaving = interrupt.asked  # a signal that comes while this step is saved waits for the next one
+                self.after_step(leaving)
+                if leaving and not self.complete:
                     self.progress.note(f"stopped at step {trainer.done}; everything is saved, "
                                        f"continue with: {self.command}")
                     raise KeyboardInterrupt

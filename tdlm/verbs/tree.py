@@ -82,7 +82,10 @@ def show(path: Path, *, data: Path | None, svg: Path | None, quiet: bool) -> dic
     tree = Tree.load(file, tokenizer_hash=tokenizer.hash if tokenizer is not None else None)
     description = describe(tree, counts, tokenizer)
     if not quiet:
-        Console().print(render(description))
+        console = Console()
+        with console.capture() as text:
+            console.print(render(description))
+        print(text.get(), end="")  # rich would end the program its own way when the reader has gone
     if svg is not None:
         write_text(svg, tree_svg(tree, tokenizer, counts))
     return description
