@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class RawHead:
 class Table:
     """A 'network' that looks its raw numbers (S, V) up: any function of (state, time)."""
 
-    head = RawHead()
+    head: Any = RawHead()
 
     def __init__(self, predict: Predict, told_time: bool = True):
         self.predict, self.told_time, self.seen = predict, told_time, 0
@@ -76,7 +77,7 @@ def to_raw(world: FlatWorld) -> Predict:
     return predict
 
 
-def objective(method: GiddMethod | SeddMethod, size: int, pad_id: int | None = None):
+def objective(method: GiddMethod | SeddMethod, size: int, pad_id: int | None = None) -> Any:
     return method.objective(Tree.star(size), pad_id)
 
 

@@ -14,9 +14,9 @@ so three numbers say everything (`Mix`), and the kernel from s to t > s has the 
 | `Hybrid` | (1-t) / C | t / C | c / (V C) | 1 / ((1-t) C) | c h / (V (1-t) C) |
 | `Uniform` | a | 0 | (1-a) / V | 0 | (1-eps) / (V a) |
 
-Hybrid (GIDD): c = B (t (1-t))^(gamma/2), C = 1 + c, B = 2^gamma p / (1-p), h = (gamma + 2 t (1-gamma)) / (2t); the share
-of uniform noise among the noise peaks at p = `p_uniform` (t = 1/2). p = 0 is masked diffusion, exactly. h >= 0 needs
-gamma <= 2. Uniform (SEDD): a = e^-sigma = 1 - (1-eps) t, log-linear noise, which ends at sigma = -log(eps).
+Hybrid (GIDD): c = B (t (1-t))^(gamma/2), C = 1 + c, B = 2^gamma p / (1-p), h = (gamma + 2 t (1-gamma)) / (2t); the
+probability of a uniform token peaks at p = `p_uniform` (t = 1/2). p = 0 is masked diffusion, exactly. h >= 0 needs gamma
+<= 2. Uniform (SEDD): a = e^-sigma = 1 - (1-eps) t, log-linear noise, which ends at sigma = -log(eps).
 
 Times. The bound is an integral over all t in (0, 1), and its integrand is rare but large near 0: a position in a *wrong*
 token state has probability ~ t^(gamma/2) and weight ~ 1/t, so the second moment ~ t^(gamma/2 - 2) is not even integrable

@@ -137,8 +137,6 @@ class _Walk:
             fresh = self.model.hidden(self.state[asked], when, None)
             self.evaluations[asked] += 1
             self.calls += 1
-            if self.model.told_time:
-                return fresh
             if self.kept is None:
                 self.kept = fresh.new_empty(len(self.state), *fresh.shape[1:])
             self.kept[asked], self.known[asked] = fresh, True

@@ -14,7 +14,6 @@ from tdlm.tree import Tree
 from tests.golden.fixture import Golden, gpt2_logits
 
 GIDD = Golden("gidd")
-EXACT = {"rtol": 1e-9, "atol": 1e-9}
 P = {"p0.0": math.exp(-20), "p0.1": 0.1, "p0.2": 0.2}  # the original puts e^-20 in the place of 0
 MODES = {"dynamic": ("dynamic", 2.0), "clip": ("clip", 2.0), "clip10": ("clip", 10.0), "none": ("none", 2.0)}
 
@@ -78,8 +77,8 @@ class Case:
         return loss, grad
 
 
-def close(ours: Tensor, theirs: Tensor, **tolerance: float) -> None:
-    torch.testing.assert_close(ours.double(), theirs.double(), **(tolerance or EXACT))
+def close(ours: Tensor, theirs: Tensor, rtol: float = 1e-9, atol: float = 1e-9) -> None:
+    torch.testing.assert_close(ours.double(), theirs.double(), rtol=rtol, atol=atol)
 
 
 @pytest.mark.parametrize("p", P)

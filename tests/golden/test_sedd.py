@@ -5,6 +5,8 @@ skip (scores, their entropy, staggered scores) is certified for the oracle, whic
 """
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -20,7 +22,6 @@ from tests.golden.fixture import Golden, gpt2_logits
 
 SEDD = Golden("sedd")
 EPS = 1e-3
-EXACT = {"rtol": 1e-9, "atol": 1e-9}
 PROCESS = Hybrid(13)
 
 
@@ -33,7 +34,7 @@ class RawHead:
 
 class GivenModel:
     told_time = True
-    head = RawHead()
+    head: Any = RawHead()
 
     def __init__(self, raw: Tensor):
         self.raw = raw
@@ -42,8 +43,8 @@ class GivenModel:
         return self.raw
 
 
-def close(ours: Tensor, theirs: Tensor, **tolerance: float) -> None:
-    torch.testing.assert_close(ours.double(), theirs.double(), **(tolerance or EXACT))
+def close(ours: Tensor, theirs: Tensor, rtol: float = 1e-9, atol: float = 1e-9) -> None:
+    torch.testing.assert_close(ours.double(), theirs.double(), rtol=rtol, atol=atol)
 
 
 def share(group: str, name: str = "t") -> Tensor:

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -204,8 +205,8 @@ def test_without_uniform_noise_gidd_and_normalised_absorbing_scores_are_masked_d
         assert trains.all() and float(ours.train) == pytest.approx(float(truth.train), rel=2e-3)
     world = FlatWorld(Hybrid(3), distribution(3, 2, 1))
     little = FlatWorld(Hybrid(3, 1e-7), world.joint)
-    values = [integrate(objective(GiddMethod(p_uniform=w.process.p_uniform), 3), Table(arbitrary(3, 1)), w, (0, 1))
-              for w in (world, little)]
+    values = [integrate(objective(GiddMethod(p_uniform=p), 3), Table(arbitrary(3, 1)), w, (0, 1))
+              for p, w in ((0.0, world), (1e-7, little))]
     assert values[0] == pytest.approx(values[1], abs=1e-4)
 
 
@@ -221,6 +222,22 @@ def test_draws_are_unbiased_and_calm(method):
     truth = integrate(target, model, world, (0, 2))
     assert abs(float(loss.bound.mean()) - truth) < 5 * float(loss.bound.std()) / math.sqrt(rows)
     assert float(loss.bound.std()) < 3.5 * truth  # two positions only; the more, the calmer
+
+
+@pytest.mark.parametrize("method", [*METHODS, GiddMethod(p_uniform=0.2, gamma=0.5)], ids=str)
+def test_the_variance_of_the_bound_is_finite(method):
+    """Its second moment is an integral over the draw u of the time, and the smallest u (the smallest t) do not carry it."""
+    target = objective(method, 3)
+    edges = torch.logspace(-16, math.log10(0.999), 400, dtype=FLOAT)
+    width, (time, density) = edges.diff(), target.process.times((edges[1:] + edges[:-1]) / 2)
+    second = torch.zeros(len(time), dtype=FLOAT)
+    for z in range(4 if isinstance(target.process, Hybrid) else 3):
+        chance = torch.stack([oracle.marginals(target.process, t)[1, z] for t in time])
+        state = torch.full((len(time), 1), z)
+        bound = target.score(Table(arbitrary(3, 5)), torch.ones_like(state), state, time, density).bound
+        second += torch.where(chance > 0, chance * bound**2, 0.0)
+    early = edges[1:] < 1e-6
+    assert float((second * width)[early].sum()) < 0.01 * float((second * width).sum())
 
 
 @pytest.mark.parametrize("method", [GiddMethod(p_uniform=0.2), GiddMethod(p_uniform=0.2, weighting="clip"), SeddMethod(),
@@ -322,6 +339,7 @@ def test_pad_modes(method):
 
 
 def test_what_cannot_be_asked():
+    bad: dict[str, Any]
     for bad in ({"p_uniform": 1.0}, {"p_uniform": -0.1}, {"gamma": 2.5}, {"gamma": 0.1}, {"clip": 0.0}):
         with pytest.raises(ConfigError, match="must"):
             GiddMethod(**bad)

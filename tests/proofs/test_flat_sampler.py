@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -122,10 +123,10 @@ def test_self_correction_follows_its_law(p_uniform):
 def test_self_correction_stops():
     """A text that the network agrees with is left alone; one that never gets better is given up after the patience."""
     right = torch.tensor([[30.0, 0, 0]], dtype=FLOAT)
-    settled = draw(GiddMethod(), lambda state, t: right.expand(len(state), -1), 100, sampler="self-correction", rows=8, length=5)
+    settled, told = (draw(GiddMethod(), lambda state, t: right.expand(len(state), -1), 100, told_time, rows=8, length=5,
+                          sampler="self-correction") for told_time in (False, True))
     assert (settled.tokens == 0).all()
-    plain = draw(GiddMethod(), lambda state, t: right.expand(len(state), -1), 50, rows=8, length=5)
-    assert torch.equal(settled.evaluations, plain.evaluations + (settled.evaluations > plain.evaluations).long())
+    assert (told.evaluations == 50 + 1).all() and (settled.evaluations <= 50 + 1).all()
     restless = draw(GiddMethod(), lambda state, t: torch.tensor([[0.0, 20.0, 0.0] if z == 0 else [20.0, 0.0, 0.0] for z in state],
                                                                 dtype=FLOAT), 400, told_time=True, rows=8, length=5,
                     sampler="self-correction")
@@ -146,6 +147,10 @@ def test_given_tokens_never_change():
             assert drawn.tokens[:, 1].eq(2).all() and drawn.tokens[:, 3].eq(0).all()
             assert seen == {(2, 0)}, "given tokens are always in sight"
             assert len(set(map(tuple, drawn.tokens[:, ::2].tolist()))) > 3
+            mixed = given.clone()
+            mixed[::2] = 1
+            alike = draw(method, predict, 8, rows=40, length=4, given=mixed, sampler=sampler)
+            assert torch.equal(alike.tokens[1::2], drawn.tokens[1::2]), "a finished neighbour changes nothing"
             whole = draw(method, predict, 8, rows=2, length=4, given=torch.ones(2, 4, dtype=torch.int64), sampler=sampler)
             assert whole.calls == 0 and (whole.evaluations == 0).all() and (whole.tokens == 1).all()
 
@@ -206,6 +211,7 @@ def test_a_trace_and_what_cannot_be_asked():
     draw(SeddMethod(), arbitrary(SIZE, 1), 5, rows=3, progress=lambda done, total: calls.append((done, total)))
     assert calls == [(k + 1, 5) for k in range(5)]
     draw(SeddMethod(), arbitrary(SIZE, 1), 5, rows=3, per_level=[4])
+    options: dict[str, Any]
     for options, message in (({"per_level": [2, 2]}, "levels"), ({"times": [0.5, 0.0]}, "grid"), ({"sampler": "eulre"}, "euler"),
                              ({"prefix": torch.zeros(9, dtype=torch.int64)}, "prompt")):
         with pytest.raises(SampleError, match=message):
