@@ -5,8 +5,9 @@
 Positions of several levels stand side by side at all times. For H = 2 this is the forward process of the hierarchical
 baseline (gamma = 1, xi = 1). Per-level numbers of this process and of the cascade are not comparable; their sums are.
 
-Drawing: t uniform is fine for H <= 3 (density e^-s in s). In deeper trees the root's weight would explode, so s is
-drawn from the mixture (1/H) sum_l Gamma(l+1, 1), whose density is P(Poisson(s) < H) / H.
+Drawing: t uniform is fine for H <= 2 (density e^-s in s). In deeper trees the weights explode (for a uniform predictor and
+H = 3 a row's estimate scatters 7 times as much), so s is drawn from the mixture (1/H) sum_l Gamma(l+1, 1), whose density
+is P(Poisson(s) < H) / H.
 
 The reverse of a step from s_b to s_a < s_b is exact: from height h < H the new height is Binomial(h, s_a / s_b); the
 root stays with w_H(a) / w_H(b), else it lands on h' < H with w_{h'}(a) P(Poisson(s_b - s_a) >= H - h') / w_H(b).
@@ -47,7 +48,7 @@ class Overlapping:
     knows_level = False
 
     def moment(self, u: Float[Tensor, "B"], height: int, clip: float | None = None) -> Moment:
-        if height <= 3:
+        if height <= 2:
             s = -torch.log1p(-u)
             density = torch.exp(-s)
         else:
