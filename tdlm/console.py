@@ -149,3 +149,16 @@ def _size(count: float) -> str:
 
 def _hours(hours: float) -> str:
     return f"{hours / 24:.1f} days" if hours > 48 else f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.1f} min"
+
+
+def show_study(result: dict[str, Any]) -> None:
+    """Every run's number, best first, and what counting reaches on the same tokens."""
+    scores = result["scores"]
+    lines = [(score["bound"], name, score) for name, score in scores.items()]
+    lines += [(value, name, None) for name, value in next(iter(scores.values()))["ngrams"].items()]
+    for value, name, score in sorted(lines, key=lambda entry: entry[0]):
+        if score is None:
+            print(f"{name:18s} {value:.4f} nats/token   (counting)")
+        else:
+            mark = "  not a bound" if not score["is_a_bound"] else "  exact" if score["estimator"] == "exact" else ""
+            print(f"{name:18s} {value:.4f} nats/token   error {score['error']:.4f}{mark}")

@@ -18,15 +18,16 @@ from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 from ..errors import ConfigError, TdlmError
 from .make import Import, Prepare, Train, TreeVerb
 from .mistakes import parsed
-from .use import Compare, Demo, Eval, Quality, Report, Sample
+from .use import Compare, Demo, Eval, Quality, Report, Sample, StudyVerb
 from .words import say
 
 Verb = (Annotated[Prepare, subcommand(name="prepare")] | Annotated[TreeVerb, subcommand(name="tree")]
         | Annotated[Train, subcommand(name="train")] | Annotated[Import, subcommand(name="import")]
         | Annotated[Eval, subcommand(name="eval")] | Annotated[Quality, subcommand(name="quality")]
         | Annotated[Sample, subcommand(name="sample")] | Annotated[Report, subcommand(name="report")]
-        | Annotated[Compare, subcommand(name="compare")] | Annotated[Demo, subcommand(name="demo")])
-VERBS = ("prepare", "tree", "train", "import", "eval", "quality", "sample", "report", "compare", "demo")
+        | Annotated[Compare, subcommand(name="compare")] | Annotated[StudyVerb, subcommand(name="study")]
+        | Annotated[Demo, subcommand(name="demo")])
+VERBS = ("prepare", "tree", "train", "import", "eval", "quality", "sample", "report", "compare", "study", "demo")
 
 
 def parse(arguments: Sequence[str]) -> Any:

@@ -262,3 +262,32 @@ class Demo:
         from ..verbs.demo import demo
 
         return demo(self.out, minutes=self.minutes, say=say, show=say if self.json else print)
+
+
+@dataclass
+class StudyVerb:
+    """Many runs by one command: train, evaluate and compare them; stopped, the same command goes on where it was."""
+
+    name: Annotated[Positional[str], arg(metavar="NAME")]
+    """rivals: every system of the paper on the same tokens."""
+    out: Path
+    """The study's folder: data, trees, runs, comparison."""
+    size: Literal["toy", "full"] = "toy"
+    """toy: minutes on a CPU, on three novels; full: the paper's settings, for a machine with GPUs."""
+    data: Folder = None
+    """A prepared folder (toy: three novels that come with the package)."""
+    only: Annotated[Several, arg(metavar="RUN")] = ()
+    """Only these runs of the study."""
+    device: Text = None
+    """cpu, cuda or cuda:N (default: a GPU if there is one)."""
+    json: Flag = False
+
+    def run(self) -> dict[str, Any]:
+        from ..console import show_study
+        from ..study import conduct, study
+
+        result = conduct(study(self.name), self.out, size=self.size, data=self.data, only=self.only, device=self.device,
+                         say=say)
+        if not self.json:
+            show_study(result)
+        return result

@@ -37,7 +37,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..model.head import Shared, Tied
+from ..model.head import Shared, Tied, weighted_nll
 from ..model.model import Network
 from ..registry import register
 from ..rng import Draws
@@ -110,9 +110,10 @@ class AutoregressiveObjective:
         no_time = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
         hidden = model.hidden(torch.cat([start, tokens[:, :-1]], 1), no_time, None)
         slot = self.tree.slot[level, tokens[row, column]]
-        nll = model.head.nll(hidden[row, column], parent[level, row, column], slot)
+        share = torch.full_like(row, 1 / tokens.numel(), dtype=torch.float64)
+        train, nll = weighted_nll(model.head, hidden[row, column], parent[level, row, column], slot, share)
         levels = by_row(row * self.levels + level, nll, len(tokens) * self.levels).view(-1, self.levels)
-        return Loss(nll.sum() / tokens.numel(), levels.sum(1), {"levels": levels, "tokens": (~pad).sum(1)})
+        return Loss(train, levels.sum(1), {"levels": levels, "tokens": (~pad).sum(1)})
 
     def sample(self, model: Network, shape: tuple[int, int], *, steps: int, draws: Draws, prefix: Tensor | None = None,
                sampler: str | None = None, **options: Any) -> Sampled:

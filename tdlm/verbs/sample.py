@@ -81,7 +81,7 @@ def sample_run(run: Run, request: Request, *, say: Callable[[str], None], keep: 
     result = _result(run, request, drawn, given[0], steps, seconds)
     evaluations = result["evaluations"]
     say(f"{request.count} samples of {length} tokens in {drawn[0].steps} steps, {evaluations['mean']:.0f} network "
-        f"evaluations each (most {evaluations['most']}), {seconds:.1f} s")
+        f"evaluations each (most {evaluations['most']}){_together(evaluations)}, {seconds:.1f} s")
     if keep:
         _append(run, "samples.json", "groups", request.title, result)
         if request.trace:
@@ -126,15 +126,23 @@ def _result(run: Run, request: Request, drawn: list[Sampled], given: Tensor, ste
     tokens = torch.cat([part.tokens for part in drawn]).cpu()
     evaluations = torch.cat([part.evaluations for part in drawn])
     settings = {**asdict(request), "steps": steps, "length": tokens.shape[1], "step_of_weights": run.step}
+    together = [part.together for part in drawn if part.together is not None]
     samples = []
     for row in tokens:
         ids = row.tolist()
         text = run.tokenizer.decode(ids)
         samples.append({"text": text, "tokens": ids, "spans": _spans(run.tokenizer, ids, (given >= 0).tolist(), text)})
     return {"title": request.title, "settings": settings, "samples": samples, "seconds": seconds,
-            "evaluations": {"mean": float(evaluations.double().mean()), "most": int(evaluations.max())},
+            "evaluations": {"mean": float(evaluations.double().mean()), "most": int(evaluations.max()),
+                            **({"together": int(torch.cat(together).max())} if together else {})},
             "provenance": provenance(run.assembly.objective.tree.ancestor.device, command=shlex.join(["tdlm", *sys.argv[1:]]),
                                      seed=request.seed)}
+
+
+def _together(evaluations: dict[str, Any]) -> str:
+    """For samplers that are exact when every evaluation serves one choice."""
+    most = evaluations.get("together")
+    return "" if most is None else f", at most {most} choices drawn from one" + (" (exact)" if most == 1 else "")
 
 
 def _spans(tokenizer: Tokenizer, ids: list[int], given: list[bool], text: str) -> list[tuple[int, int, str]]:

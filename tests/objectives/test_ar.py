@@ -100,6 +100,9 @@ class Recording:
         self.given = self.head.nll(hidden, parent, slot)
         return self.given
 
+    def log_probs(self, hidden: Tensor, parent: Tensor) -> Tensor:
+        return self.head.log_probs(hidden, parent)
+
 
 class Forgetful:
     """The network without its memory: it has to read everything again."""
