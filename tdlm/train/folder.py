@@ -68,8 +68,10 @@ def read_config(out: Path) -> RunConfig:
 
 
 def compare(out: Path, old: dict[str, Any], config: dict[str, Any], identity: Mapping[str, str | None]) -> None:
-    """Refuse to continue a run as another one; the error lists every field that differs."""
-    lines = [line for line in difference(old["config"], config) if line.split(":", 1)[0] not in FREE]
+    """Refuse to continue a run as another one; the error lists every field that differs. A setting that did not exist
+    when the run was begun had its default value."""
+    was = RunConfig.from_json(old["config"]).to_json()
+    lines = [line for line in difference(was, config) if line.split(":", 1)[0] not in FREE]
     lines += difference({name: old["provenance"].get(name) for name in identity}, dict(identity))
     if lines:
         raise RunError(f"{out} was made with other settings (run -> now): {'; '.join(lines)}; "

@@ -210,8 +210,12 @@ def test_another_configuration_is_told_field_by_field(copy: Path, tdlm: Tdlm):
     refused(tdlm("train", "demo", "--data", "data", "--tree", "tree2", "--out", "run", *SMALL), "tree_hash: ")
     (copy / "tree2").unlink()
     assert listing(copy) == before
+    config = json.loads((copy / "run" / "config.json").read_text())
+    del config["config"]["train"]["ema"]  # as if it had been begun before there was such a setting
+    (copy / "run" / "config.json").write_text(json.dumps(config))
     done = tdlm(*again)
     assert done.code == 0 and "run is complete (3 steps)" in done.err
+    refused(tdlm(*again, "--set", "train.ema=0.9"), "(run -> now): train.ema: None -> 0.9;")
 
 
 def test_a_validation_set_smaller_than_a_batch(copy: Path, tdlm: Tdlm):
