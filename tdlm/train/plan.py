@@ -84,7 +84,7 @@ def _chip(config: RunConfig, memory: dict[str, Any], flops: int, tokens: int, na
     batch = config.train.batch
     fits = max((size for size in range(1, batch + 1) if batch % size == 0 and size <= room), default=None)
     return {"chip": name, "peak_tflops": teraflops, "memory_gb": gigabytes, "tokens_per_second": round(speed),
-            "hours": round(tokens / speed / 3600, 2), "largest_micro_batch": fits}
+            "hours": round(tokens / speed / 3600, 4), "largest_micro_batch": fits}
 
 
 def meta_model(config: RunConfig, tree: Tree) -> Model:
