@@ -37,10 +37,10 @@ test-gpu: $(VENV)/.ready-test
 
 lint: $(VENV)/.ready-test
 	@$(VENV)/bin/ruff check .
-	@$(VENV)/bin/pyright --warnings
+	@$(VENV)/bin/pyright
 
 bench: $(VENV)/.ready-test
-	@for name in prepare loader train_step; do $(PY) -m benchmarks.$$name || exit 1; done
+	@for name in prepare loader train_step objectives tree; do $(PY) -m benchmarks.$$name || exit 1; done
 
 $(VENV)/.ready-venv:
 	@$(PYTHON) -c "import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))" 2>/dev/null || { echo "$(NEEDS)"; exit 2; }

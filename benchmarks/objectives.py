@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from tdlm.assemble import assemble
-from tdlm.config import BackboneConfig, DataConfig
+from tdlm.config import DataConfig
 from tdlm.files import write_json
 from tdlm.model.causal import Causal
 from tdlm.rng import Draws
@@ -40,7 +40,7 @@ def milliseconds(act: Callable[[], Any], repeats: int) -> dict[str, float]:
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     method, _, told = METHODS[name]
     backbone = (Causal(blocks=options.blocks, width=options.width, heads=4) if told == "causal"
-                else BackboneConfig(options.blocks, options.width, 4, told))
+                else replace(TOY.backbone, blocks=options.blocks, width=options.width, heads=4, conditioning=told))
     config = replace(TOY, method=method, backbone=backbone, data=DataConfig(length=options.length))
     tree = Tree.star(options.vocabulary) if method.flat else complete_tree(options.vocabulary, options.branching)
     generator = torch.Generator().manual_seed(0)

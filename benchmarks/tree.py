@@ -88,7 +88,8 @@ def out_of_bounds(tree: Tree, height: int | None) -> dict[str, int]:
 def measure_tree(name: str) -> dict[str, Any]:
     vectors, k, height = REQUESTS[name]
     rows = rows_of(vectors)
-    tree, took = timed(lambda: build_tree(rows, branching=k, size=TOKENS, min_ratio=RATIOS[0], max_ratio=RATIOS[1], height=height))
+    low, high = RATIOS
+    tree, took = timed(lambda: build_tree(rows, branching=k, size=TOKENS, min_ratio=low, max_ratio=high, height=height))
     known = rows.any(1)
     with tempfile.TemporaryDirectory() as folder:
         tree.save(Path(folder) / "tree.safetensors")

@@ -19,7 +19,7 @@ _WHERE = {
     "train": "train.loop", "plan": "train.plan", "generate": "sample.generate", "evaluate_bound": "evaluate.likelihood",
     "open_run": "train.run", "write_report": "report", "TdlmError": "errors",
 }
-__all__ = ["__version__", *_WHERE]
+__all__ = ["__version__", *_WHERE]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
     from .assemble import assemble as assemble

@@ -37,6 +37,7 @@ from torch import Tensor
 from ..config import BackboneConfig
 from ..errors import RunError
 from ..files import bytes_hash, file_hash
+from ..hub import fetch_checkpoint
 from .fold import fold_condition, time_condition
 from .transformer import round_up
 
@@ -120,7 +121,7 @@ def checkpoint_files(place: str) -> tuple[list[Path], dict[str, Any]]:
             raise RunError(f"{path.name} is no safetensors file; pickled checkpoints can run code and are not opened. Load it "
                            "where you trust it and save its weights with safetensors.torch.save_file")
         return [path], {}
-    folder = path if path.is_dir() else _download(place)
+    folder = path if path.is_dir() else fetch_checkpoint(place, RunError)
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise RunError(f"{place} holds no .safetensors file; pickled checkpoints can run code and are not opened, convert "
@@ -132,21 +133,6 @@ def checkpoint_files(place: str) -> tuple[list[Path], dict[str, Any]]:
     except (OSError, ValueError) as error:
         raise RunError(f"{folder / 'config.json'} cannot be read ({error}); fetch the checkpoint again") from None
     return files, settings if isinstance(settings, dict) else {}
-
-
-def _download(name: str) -> Path:
-    if name.startswith((".", "/", "~")) or name.count("/") != 1:
-        raise RunError(f"no checkpoint {name}; give a .safetensors file, a folder, or an owner/model of the Hugging Face hub")
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise RunError(f"{name} is no file here; to fetch it from the Hugging Face hub: pip install 'tdlm[hf]'") from None
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:  # the hub's client raises whatever its transport raises
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RunError(f"{name} could not be fetched from the Hugging Face hub ({reason}); check the name and the network, or "
-                       "give a local folder") from None
 
 
 def _tensors(files: list[Path]) -> dict[str, Tensor]:

@@ -37,13 +37,14 @@ from torch.nn import functional as F
 from ..errors import ConfigError, TreeError
 from ..model.head import Shared
 from ..model.model import Network
-from ..process.flat import Hybrid, corrupt
+from ..process.flat import Hybrid
 from ..registry import register
 from ..rng import Draws
 from ..sample import Sampled
 from ..sample.flat import Correction, Posterior, generate_flat
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler, is_pad
+from .base import Estimator, Loss, Pad, by_row, choose_sampler
+from .jumps import draw_noisy, roles
 from .wide import in_parts
 
 WINDOW = 1e-4
@@ -106,18 +107,12 @@ class GiddObjective:
         return {"sampled": self.loss}
 
     def loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
-        time, density = self.process.times(draws.strata("time"))
-        length = tokens.shape[1]
-        state = corrupt(self.process, time, tokens, draws.uniform("kind", length), draws.uniform("token", length))
-        return self.score(model, tokens, state, time, density)
+        return self.score(model, tokens, *draw_noisy(self.process, tokens, draws))
 
     def score(self, model: Network, tokens: Int[Tensor, "B S"], state: Int[Tensor, "B S"], time: Float[Tensor, "B"],
               density: Float[Tensor, "B"]) -> Loss:
         """The loss of given states: everything of `loss` but the drawing."""
-        pad = is_pad(tokens, self.pad_id)
-        moving = ~pad if self.pad == "given-length" else torch.ones_like(pad)
-        counted = torch.ones_like(pad) if self.pad == "count" else ~pad
-        state = torch.where(moving, state, tokens)
+        pad, moving, counted, state = roles(tokens, state, self.pad_id, self.pad)
         weight, train_weight = (each / density[:, None] for each in self.weights(tokens, state, time))
         scored = moving if self.method.p_uniform else moving & (state == self.tree.size)
         row, column = scored.nonzero(as_tuple=True)

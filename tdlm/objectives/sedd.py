@@ -42,14 +42,15 @@ from torch.nn import functional as F
 from ..errors import ConfigError, TreeError
 from ..model.head import Shared
 from ..model.model import Network
-from ..process.flat import Hybrid, Uniform, corrupt
+from ..process.flat import Hybrid, Uniform
 from ..registry import register
 from ..rng import Draws
 from ..sample import Sampled
 from ..sample.flat import generate_flat
 from ..sample.score import AbsorbScore, UniformScore, raw_scores
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler, is_pad
+from .base import Estimator, Loss, Pad, by_row, choose_sampler
+from .jumps import draw_noisy, roles
 from .wide import in_parts
 
 FLOOR = 1e-3
@@ -106,18 +107,12 @@ class SeddObjective:
         return {"sampled": self.loss}
 
     def loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
-        time, density = self.process.times(draws.strata("time"))
-        length = tokens.shape[1]
-        state = corrupt(self.process, time, tokens, draws.uniform("kind", length), draws.uniform("token", length))
-        return self.score(model, tokens, state, time, density)
+        return self.score(model, tokens, *draw_noisy(self.process, tokens, draws))
 
     def score(self, model: Network, tokens: Int[Tensor, "B S"], state: Int[Tensor, "B S"], time: Float[Tensor, "B"],
               density: Float[Tensor, "B"]) -> Loss:
         """The loss of given states: everything of `loss` but the drawing."""
-        pad = is_pad(tokens, self.pad_id)
-        moving = ~pad if self.pad == "given-length" else torch.ones_like(pad)
-        counted = torch.ones_like(pad) if self.pad == "count" else ~pad
-        state = torch.where(moving, state, tokens)
+        pad, moving, counted, state = roles(tokens, state, self.pad_id, self.pad)
         row, column = (moving & (state == self.tree.size) if self.absorbs else moving).nonzero(as_tuple=True)
         hidden = model.hidden(state, time, None)[row, column]
         terms = self._absorb if self.absorbs else self._uniform

@@ -18,6 +18,7 @@ import numpy as np
 import xxhash
 
 from ..errors import TreeError
+from ..hub import fetch_checkpoint
 from .cluster import check_rows
 from .cooccurrence import count_tokens, neighbour_vectors
 
@@ -101,7 +102,7 @@ def from_checkpoint(path: str | Path, size: int, *, tensor: str | None = None, m
     if given.is_file():
         files = [given]
     else:
-        folder = given if given.is_dir() else _download(str(path))
+        folder = given if given.is_dir() else fetch_checkpoint(str(path), TreeError)
         index = folder / "model.safetensors.index.json"
         files = sorted(_parts(index) if index.is_file() else folder.glob("*.safetensors"))
         if not files:
@@ -167,21 +168,6 @@ def _tensor(files: list[Path], wanted: str | None, size: int) -> tuple[str, np.n
             return found[0], tensors.get_tensor(found[0]).float().numpy()
     except (SafetensorError, OSError) as error:
         raise TreeError(f"{files[0].name} cannot be read as safetensors ({error})") from None
-
-
-def _download(name: str) -> Path:
-    if name.startswith((".", "/")) or name.count("/") != 1:
-        raise TreeError(f"no checkpoint {name}; give a .safetensors file, a folder, or an owner/model of the Hugging Face hub")
-    try:
-        import huggingface_hub
-    except ImportError:
-        raise TreeError(f"{name} is no file here; to fetch it from the Hugging Face hub: pip install 'tdlm[hf]'") from None
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
-    except Exception as error:  # the hub's client raises whatever its transport raises
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise TreeError(f"{name} could not be fetched from the Hugging Face hub ({reason}); check the name and the "
-                        "network, or give a local folder") from None
 
 
 def _finish(rows: np.ndarray, size: int, metric: Metric, source: dict[str, Any]) -> Vectors:
