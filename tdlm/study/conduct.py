@@ -34,7 +34,7 @@ def conduct(study: Study, out: Path, *, size: Size = "toy", data: Path | None = 
     if data is None:
         if size != "toy":
             raise ConfigError(f"the {size} study needs --data DIR: prepare your corpus with tdlm prepare")
-        data = _novels(out / "data", study.vocabulary, say)
+        data = _novels(out / "data", study.tokenizer, say)
     trees = {name: _tree(out / "trees" / f"{name}.safetensors", options, data, say)
              for name, options in study.trees.get(size, {}).items() if any(entry.tree == name for entry in entries)}
     scores, folders = {}, []
@@ -60,12 +60,12 @@ def _chosen(entries: list[Entry], only: Sequence[str]) -> list[Entry]:
     return [entry for entry in entries if not only or entry.name in only]
 
 
-def _novels(folder: Path, vocabulary: int, say: Callable[[str], None]) -> Path:
+def _novels(folder: Path, tokenizer: str, say: Callable[[str], None]) -> Path:
     say("data: the three novels that come with the package")
     assets = resources.files("tdlm") / "assets"
     with (resources.as_file(assets / "novels.train.jsonl.xz") as text,
           resources.as_file(assets / "novels.valid.jsonl.xz") as held):
-        prepare([text], folder, tokenizer=f"bpe:{vocabulary}", valid_inputs=[held])
+        prepare([text], folder, tokenizer=tokenizer, valid_inputs=[held])
     return folder
 
 

@@ -27,5 +27,5 @@ class Study:
     about: str
     entries: Callable[[Size], list[Entry]]
     trees: dict[Size, dict[str, dict[str, Any]]] = field(default_factory=dict)
-    vocabulary: int = 512
-    """Of the tokenizer that is made for the novels, when no data are given (toy size)."""
+    tokenizer: str = "bytes"
+    """For the novels, when no data are given (toy size): bytes, so that a few hundred steps are enough to learn from."""

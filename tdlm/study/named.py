@@ -59,7 +59,7 @@ def _toy(name: str, method: Any, told: str) -> RunConfig:
 
 RIVALS = Study(
     "rivals", "Every system of the paper and its ancestors: the bound of each on the same tokens.", _rivals,
-    trees={"toy": {"K": {"branching": 24, "height": 2}}, "full": {"K": {"branching": 512}}})
+    trees={"toy": {"K": {"branching": 17, "height": 2}}, "full": {"K": {"branching": 512}}})
 
 STUDIES: dict[str, Study] = {found.name: found for found in (RIVALS,)}
 
