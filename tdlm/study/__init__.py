@@ -1,5 +1,5 @@
 """Studies: many runs on the same data, trained, evaluated and set side by side by one command (`tdlm study NAME`)."""
-from .conduct import conduct
+from .engine import conduct
 from .entry import Entry, Study
 from .named import STUDIES, study
 

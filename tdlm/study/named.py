@@ -44,6 +44,9 @@ METHODS: dict[str, tuple[Any, str | None, str]] = {
 }
 """Method, tree and what the network is told, for every system there is."""
 
+SLOW = {"sedd-uniform": 1600}
+"""Methods that need more updates than the others before they know more than how often tokens occur."""
+
 
 def _rivals(size: Size) -> list[Entry]:
     if size == "full":
@@ -54,7 +57,9 @@ def _rivals(size: Size) -> list[Entry]:
 
 def _toy(name: str, method: Any, told: str) -> RunConfig:
     backbone = Causal(blocks=2, width=64, heads=2) if told == "causal" else replace(TOY.backbone, conditioning=told)
-    return replace(TOY, name=f"toy-{name}", method=method, backbone=backbone)
+    steps = SLOW.get(name, TOY.train.steps)
+    settings = replace(TOY.train, steps=steps, valid_every=steps, save_every=steps)
+    return replace(TOY, name=f"toy-{name}", method=method, backbone=backbone, train=settings)
 
 
 RIVALS = Study(

@@ -33,7 +33,7 @@ def test_what_is_done_is_not_done_again_and_all_runs_are_compared(place: Path, m
     names = ["ar-tree", "mdlm-tied"]
     conduct(RIVALS, place, only=names, device="cpu", say=lambda line: None, command="test", progress=Quiet)
     monkeypatch.setattr("tdlm.train.step.Trainer.update", lambda *a: pytest.fail("a finished run was trained again"))
-    monkeypatch.setattr("tdlm.study.conduct.evaluate_run", lambda *a, **k: pytest.fail("evaluated again"))
+    monkeypatch.setattr("tdlm.study.engine.evaluate_run", lambda *a, **k: pytest.fail("evaluated again"))
     said: list[str] = []
     result = conduct(RIVALS, place, only=names, device="cpu", say=said.append, command="test", progress=Quiet)
     assert list(result["scores"]) == names and not result["differences"]
