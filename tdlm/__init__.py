@@ -15,14 +15,14 @@ _WHERE = {
     "Tokenizer": "data.tokenizer", "prepare": "data.prepare", "TokenStore": "data.store",
     "Tree": "tree.tree", "build_tree": "tree.build",
     "Cascade": "process.cascade", "Overlapping": "process.overlapping",
-    "TreeMethod": "objectives.tree", "assemble": "assemble", "Draws": "rng",
-    "train": "train.loop", "plan": "train.plan", "generate": "sample.generate", "evaluate_bound": "evaluate.likelihood",
-    "open_run": "train.run", "write_report": "report", "TdlmError": "errors",
+    "TreeMethod": "objectives.tree", "Draws": "rng",
+    "plan": "train.plan", "generate": "sample.generate", "evaluate_bound": "evaluate.likelihood",
+    "open_run": "train.run", "Request": "verbs.sample", "sample_run": "verbs.sample", "write_report": "report",
+    "compare_runs": "report", "TdlmError": "errors",
 }
 __all__ = ["__version__", *_WHERE]  # pyright: ignore[reportUnsupportedDunderAll]
 
 if TYPE_CHECKING:
-    from .assemble import assemble as assemble
     from .config import BackboneConfig as BackboneConfig
     from .config import DataConfig as DataConfig
     from .config import RunConfig as RunConfig
