@@ -49,7 +49,7 @@ class Prepare:
 
 @dataclass
 class TreeBuild:
-    """Build a tree over a tokenizer's vocabulary: recursive balanced K-means on token vectors."""
+    """Build a tree over a tokenizer's vocabulary: recursive balanced clustering of its tokens."""
 
     out: Path
     """The tree file (.safetensors)."""
@@ -58,9 +58,15 @@ class TreeBuild:
     tokenizer: Text = None
     """A tokenizer.json, when there is no --data (needs --vectors or --method random)."""
     vectors: Text = None
-    """Token vectors: corpus (default), an array (.npy .npz .safetensors), or a checkpoint folder or hf:MODEL."""
+    """Token vectors: corpus (default), an array (.npy .npz .safetensors), a run, or a checkpoint folder or hf:MODEL."""
     tensor: Text = None
     """Which tensor of a checkpoint is the input embedding, when its name is not one of the usual ones."""
+    window: Whole = None
+    """How many places away a neighbour in the corpus may stand (default: 4 for vectors, 2 for --method exchange)."""
+    contexts: int = 4096
+    """How many of the most frequent tokens count as neighbours in corpus vectors."""
+    sides: Literal["apart", "pooled"] = "apart"
+    """Corpus vectors: neighbours to the left and to the right kept apart, or counted together."""
     branching: int = 512
     """K: the most children a node may have."""
     min_ratio: float = 0.8
@@ -73,8 +79,9 @@ class TreeBuild:
     """Give up (with an error) below this depth."""
     complete: bool = True
     """Pad short paths so that every leaf has the same depth."""
-    method: Literal["kmeans", "random", "frequency", "hdlm"] = "kmeans"
-    """kmeans, the controls random and frequency, or the hierarchical baseline's routine with its soft bounds."""
+    method: Literal["kmeans", "exchange", "random", "frequency", "hdlm"] = "kmeans"
+    """kmeans; exchange: from there, tokens move while classes tell more about neighbouring classes in --data; the controls
+    random and frequency; or the hierarchical baseline's routine with its soft bounds."""
     metric: Literal["cosine", "euclidean"] = "cosine"
     """How vectors are compared."""
     seed: int = 0
@@ -89,7 +96,7 @@ class TreeBuild:
             data=self.data, tokenizer=self.tokenizer, vectors=self.vectors, branching=self.branching,
             min_ratio=self.min_ratio, max_ratio=self.max_ratio, height=self.height, max_depth=self.max_depth,
             complete=self.complete, method=self.method, metric=self.metric, seed=self.seed, device=self.device,
-            tensor=self.tensor, say=say)
+            tensor=self.tensor, window=self.window, contexts=self.contexts, sides=self.sides, say=say)
         tree.save(self.out)
         say(f"{self.out}: height {tree.height}, {tree.size:,} tokens, {tree.nodes - tree.size:,} inner nodes; "
             f"look at it: tdlm tree show {self.out}")

@@ -10,6 +10,10 @@ clustering of a node; they are put last, in order of their ids, into the cluster
 room. The children of a node stand in order of their smallest token id (`order="id"`) or their total count, largest
 first (`order="count"`).
 
+Method `exchange` goes on from K-means: tokens move while neighbours' classes tell more (`exchange.py`). Where K classes are
+few for that (K^2 < V), neighbours are seen through M classes found first, as many as K or V/16, at most 512; below the
+root, through those or the root's.
+
 `complete` is Algorithm 2's "forcing a complete tree": paths that end early are padded by repeating the token (free: one
 child, no nats, no row of its own). With complete=False nothing may be padded: the tree is cut so that every path has
 the full height of real choices, by also keeping 2^(levels left) tokens or more in every child; needs K >= 3.
@@ -29,11 +33,15 @@ from .. import rng
 from ..errors import TreeError
 from .cluster import Task, balanced_kmeans_many, check_rows, inertia
 from .embeddings import Vectors
+from .exchange import exchange
+from .neighbours import Neighbours
 from .reference import hdlm_kmeans
 from .tree import Tree, split_bounds
 
-Method = Literal["kmeans", "random", "frequency", "hdlm"]
-METHODS: tuple[Method, ...] = ("kmeans", "random", "frequency", "hdlm")
+Method = Literal["kmeans", "exchange", "random", "frequency", "hdlm"]
+METHODS: tuple[Method, ...] = ("kmeans", "exchange", "random", "frequency", "hdlm")
+VECTORIAL = ("kmeans", "exchange", "hdlm")
+"""Methods that look at token vectors."""
 
 
 @dataclass
@@ -62,6 +70,9 @@ class _Plan:
     known: np.ndarray
     counts: np.ndarray | None
     cosine: bool
+    near: Neighbours | None
+    rounds: int
+    say: Callable[[str], None] | None
 
     def is_last(self, size: int, depth: int) -> bool:
         """Whether a node of this many tokens at this depth splits into single tokens."""
@@ -83,13 +94,14 @@ class _Plan:
 def build_tree(vectors: np.ndarray | Vectors | None, *, branching: int, size: int | None = None, min_ratio: float = 0.8,
                max_ratio: float = 1.2, height: int | None = None, max_depth: int = 32, complete: bool = True,
                seed: int = 0, method: Method = "kmeans", counts: np.ndarray | None = None, order: str = "id",
-               tokenizer_hash: str = "", iterations: int = 20, device: str = "cpu",
+               tokenizer_hash: str = "", iterations: int = 20, device: str = "cpu", near: Neighbours | None = None,
+               rounds: int = 12, say: Callable[[str], None] | None = None,
                progress: Callable[[int, int, int], None] | None = None) -> Tree:
     """A tree over the tokens 0..V-1.
 
     `vectors` has a row a token (all zero: no vector); rows missing at the end up to `size` count as zero (PAD). The
-    controls `random` and `frequency` (which needs `counts`) look at no vector. `progress(depth, done, total)` is
-    called in tokens.
+    controls `random` and `frequency` (which needs `counts`) look at no vector. `exchange` needs `near` too, and makes at most
+    `rounds` rounds. `progress(depth, done, total)` is called in tokens.
     """
     source = dict(vectors.source) if isinstance(vectors, Vectors) else {}
     rows = vectors.rows if isinstance(vectors, Vectors) else vectors
@@ -98,6 +110,10 @@ def build_tree(vectors: np.ndarray | Vectors | None, *, branching: int, size: in
         raise TreeError(f"counts are for {len(counts)} tokens, the tree has {size}; take both from the same data")
     if method == "frequency" and counts is None:
         raise TreeError("a frequency tree needs token counts: give --data DIR, whose train split is counted")
+    if method == "exchange" and near is None:
+        raise TreeError("exchange looks at the neighbours of tokens in text: give --data DIR")
+    if near is not None and near.size != size:
+        raise TreeError(f"neighbours are counted for {near.size} tokens, the tree has {size}; take both from the same data")
     check_request(size, branching=branching, min_ratio=min_ratio, max_ratio=max_ratio, height=height, max_depth=max_depth,
                   complete=complete, method=method)
     if order not in ("id", "count"):
@@ -105,7 +121,7 @@ def build_tree(vectors: np.ndarray | Vectors | None, *, branching: int, size: in
     if not complete and height is None:
         height = lowest_height(size, branching)
     plan = _Plan(size, branching, min_ratio, max_ratio, height, max_depth, complete, seed, method, order, iterations,
-                 device, rows, known, counts, bool(source.get("metric") == "cosine"))
+                 device, rows, known, counts, bool(source.get("metric") == "cosine"), near, rounds, say)
     root, levels = _grow(plan, progress)
     tree = Tree.from_nested(_nested(root, plan), size=size, branching=branching, tokenizer_hash=tokenizer_hash,
                             meta=_meta(plan, source, levels))
@@ -137,7 +153,7 @@ def _prepare_rows(rows: np.ndarray | None, size: int | None, method: str) -> tup
     if rows is None:
         if size is None:
             raise TreeError("without vectors the number of tokens must be given")
-        if method in ("kmeans", "hdlm"):
+        if method in VECTORIAL:
             raise TreeError(f"method {method} clusters token vectors, none were given; choose an embedding")
         return None, np.zeros(size, dtype=bool), size
     rows = check_rows(rows)
@@ -146,7 +162,7 @@ def _prepare_rows(rows: np.ndarray | None, size: int | None, method: str) -> tup
         raise TreeError(f"{len(rows)} token vectors for {size} tokens; the embedding belongs to another vocabulary")
     rows = np.concatenate([rows, np.zeros((size - len(rows), rows.shape[1]), dtype=np.float32)])
     known = (rows != 0).any(axis=1)
-    if method in ("kmeans", "hdlm") and not known.any():
+    if method in VECTORIAL and not known.any():
         raise TreeError("every token vector is zero, there is nothing to cluster; choose another embedding or --method random")
     return rows, known, size
 
@@ -182,6 +198,7 @@ def check_request(size: int, *, branching: int, min_ratio: float, max_ratio: flo
 def _grow(plan: _Plan, progress: Callable[[int, int, int], None] | None) -> tuple[_Node, list[dict[str, Any]]]:
     root = _Node(np.arange(plan.size))
     levels: list[dict[str, Any]] = []
+    context = _contexts(plan) if plan.method == "exchange" else None
     current, depth = [root], 0
     while current:
         splitting = [node for node in current if not plan.is_last(len(node.tokens), depth)]
@@ -197,7 +214,9 @@ def _grow(plan: _Plan, progress: Callable[[int, int, int], None] | None) -> tupl
                 if progress is not None:
                     progress(depth, done[0], total)
 
-            levels.append({"depth": depth, **_split_level(plan, splitting, depth, report)})
+            levels.append({"depth": depth, **_split_level(plan, splitting, depth, report, context)})
+            if depth == 0 and context is None:
+                context = _classes_of(root.children, plan.size)
         current = [child for node in current for child in node.children if len(child.tokens) > 1]
         depth += 1
     return root, levels
@@ -212,15 +231,19 @@ def _check_depth(plan: _Plan, splitting: list[_Node], depth: int) -> None:
                         f"--height {plan.max_depth}")
 
 
-def _split_level(plan: _Plan, nodes: list[_Node], depth: int, report: Callable[[int], None]) -> dict[str, Any]:
+def _split_level(plan: _Plan, nodes: list[_Node], depth: int, report: Callable[[int], None],
+                 context: np.ndarray | None) -> dict[str, Any]:
     bounds = [plan.bounds(len(node.tokens), depth) for node in nodes]
     for node, (k, lo, hi) in zip(nodes, bounds):
         size = len(node.tokens)
         if plan.method != "hdlm" and not lo * k <= size <= hi * k:
             raise TreeError(f"a node of {size} tokens at depth {depth} cannot be split into {k} children of {lo} to {hi} "
                             f"tokens; use K >= {_needed(plan.size, plan.height or depth + 2)}, wider ratios, or no --height")
-    if plan.method == "kmeans":
+    more: dict[str, Any] = {}
+    if plan.method in ("kmeans", "exchange"):
         labels = _kmeans_labels(plan, nodes, bounds, depth, report)
+        if plan.method == "exchange":
+            more = {"information": _exchanged(plan, nodes, bounds, labels, context)}
     elif plan.method == "hdlm":
         labels = [_hdlm_labels(plan, node, number, depth) for number, node in enumerate(nodes)]
     else:
@@ -238,7 +261,7 @@ def _split_level(plan: _Plan, nodes: list[_Node], depth: int, report: Callable[[
         node.children = [_Node(part) for part in parts if len(part)]
     assert plan.method == "hdlm" or outside == 0, "bounds are exact"
     return {"nodes": len(nodes), "lo": min(b[1] for b in bounds), "hi": max(b[2] for b in bounds), "min": smallest,
-            "max": largest, "outside": outside, "inertia": float(f"{total:.6g}")}
+            "max": largest, "outside": outside, "inertia": float(f"{total:.6g}"), **more}
 
 
 def _kmeans_labels(plan: _Plan, nodes: list[_Node], bounds: list[tuple[int, int, int]], depth: int,
@@ -264,6 +287,39 @@ def _kmeans_labels(plan: _Plan, nodes: list[_Node], bounds: list[tuple[int, int,
         if not plan.known[node.tokens].all():
             _place(plan.rows[node.tokens], plan.known[node.tokens], label, k, lo, hi)
     return labels
+
+
+def _exchanged(plan: _Plan, nodes: list[_Node], bounds: list[tuple[int, int, int]], labels: list[np.ndarray],
+               context: np.ndarray | None) -> list[float]:
+    """Better labels, in place; the mean of what nodes tell about neighbours, before and after."""
+    assert plan.near is not None
+    values = []
+    for node, label, (k, lo, hi) in zip(nodes, labels, bounds):
+        whole = np.full(plan.size, -1, dtype=np.int64)
+        whole[node.tokens] = label
+        found, value = exchange(plan.near, whole, k, lo, hi, context=context, rounds=plan.rounds, device=plan.device,
+                                say=plan.say if len(nodes) == 1 else None)
+        label[:] = found[node.tokens]
+        values.append((value[0], value[-1]))
+    return [float(f"{mean:.6g}") for mean in np.mean(values, axis=0)]
+
+
+def _contexts(plan: _Plan) -> np.ndarray | None:
+    """Classes (V,) that neighbours are seen through, when the root's own are too few; None when they will do."""
+    if plan.branching**2 >= plan.size:
+        return None
+    root, k = _Node(np.arange(plan.size)), min(max(plan.branching, plan.size // 16), 512)
+    bounds = [(k, *split_bounds(plan.size, k, plan.min_ratio, plan.max_ratio))]
+    labels = _kmeans_labels(plan, [root], bounds, -1, lambda tokens: None)
+    _exchanged(plan, [root], bounds, labels, None)
+    return labels[0]
+
+
+def _classes_of(nodes: list[_Node], size: int) -> np.ndarray:
+    label = np.zeros(size, dtype=np.int64)
+    for number, node in enumerate(nodes):
+        label[node.tokens] = number
+    return label
 
 
 def _place(rows: np.ndarray, known: np.ndarray, label: np.ndarray, k: int, lo: int, hi: int) -> None:
@@ -331,4 +387,5 @@ def _meta(plan: _Plan, source: dict[str, Any], levels: list[dict[str, Any]]) -> 
             "iterations": plan.iterations, "max_depth": plan.max_depth, "without_vector": int((~plan.known).sum()),
             "bounds": {"exact": plan.method != "hdlm" and plan.complete, "min_ratio": plan.min_ratio,
                        "max_ratio": plan.max_ratio, "height": plan.height},
+            **({"exchange": {"window": plan.near.window, "rounds": plan.rounds}} if plan.near is not None else {}),
             "levels": levels, "versions": versions}

@@ -1,7 +1,8 @@
 """Token vectors from a corpus alone: how each token's neighbours differ from chance.
 
     n(x, c)      how often context c stands within `window` places right (left) of x, a pair at distance o counting 1/o;
-                 contexts are the C most frequent tokens, left and right kept apart: a matrix (V, 2C)
+                 contexts are the C most frequent tokens, left and right kept apart: a matrix (V, 2C); pooled, the
+                 right half stays empty
     PPMI(x, c)   max(0, log( n(x,c) / n(x) / p(c) )),   p(c) = n(c)^0.75 / sum of n^0.75,   each side by itself
     vectors      U S^0.5 of its singular value decomposition of rank `dimensions` (the damped spectrum)
 
@@ -28,27 +29,29 @@ _BLOCK = 1 << 23  # numbers in a block of dense rows
 def count_tokens(documents: Iterable[np.ndarray], size: int) -> np.ndarray:
     """(V,) occurrences."""
     counts = np.zeros(size, dtype=np.int64)
-    for chunk in _chunks(documents, size, gap=1):
+    for chunk in token_chunks(documents, size, gap=1):
         counts += np.bincount(chunk[chunk >= 0], minlength=size)
     return counts
 
 
 def neighbour_vectors(documents: Iterable[np.ndarray], counts: np.ndarray, *, contexts: int = 4096, window: int = 4,
-                      dimensions: int = 128, damping: float = 0.5, smoothing: float = 0.75, seed: int = 0,
-                      device: str = "cpu") -> np.ndarray:
+                      sides: str = "apart", dimensions: int = 128, damping: float = 0.5, smoothing: float = 0.75,
+                      seed: int = 0, device: str = "cpu") -> np.ndarray:
     """(V, dimensions) float32; rows of tokens without a telling neighbour are zero."""
     size = len(counts)
     chosen = np.argsort(-counts, kind="stable")[: min(contexts, int((counts > 0).sum()))]
+    if sides not in ("apart", "pooled"):
+        raise TreeError(f"the sides of a token are kept apart or pooled, got {sides!r}")
     if len(chosen) == 0 or window < 1:
         raise TreeError("no tokens to learn neighbours from: the corpus is empty, or the window is below 1")
     context = np.full(size + 1, -1, dtype=np.int32)  # the last entry serves the gaps, whose id is -1
     context[chosen] = np.arange(len(chosen))
-    words = _count_pairs(documents, context, size, len(chosen), window, int(counts.sum()))
+    words = _count_pairs(documents, context, size, len(chosen), window, int(counts.sum()), sides)
     rows, columns, values = _positive_pmi(words, size, len(chosen), smoothing)
     return _decompose(rows, columns, values, size, 2 * len(chosen), dimensions, damping, seed, device)
 
 
-def _chunks(documents: Iterable[np.ndarray], size: int, gap: int) -> Iterator[np.ndarray]:
+def token_chunks(documents: Iterable[np.ndarray], size: int, gap: int) -> Iterator[np.ndarray]:
     """Many documents in one array, with a gap of -1 after each so that no window reaches across."""
     parts: list[np.ndarray] = []
     length = 0
@@ -69,18 +72,19 @@ def _chunks(documents: Iterable[np.ndarray], size: int, gap: int) -> Iterator[np
 
 
 def _count_pairs(documents: Iterable[np.ndarray], context: np.ndarray, size: int, contexts: int, window: int,
-                 tokens: int) -> np.ndarray:
+                 tokens: int, sides: str) -> np.ndarray:
     """Sorted words (token * 2C + side and context) << 31 | weight, each pair once; weights in units of 1/scale."""
     scale = math.lcm(*range(1, window + 1))
     weights = [scale // offset for offset in range(1, window + 1)]
+    left = contexts if sides == "apart" else 0
     if tokens * sum(weights) >= 1 << _WEIGHT_BITS or size * 2 * contexts >= 1 << (63 - _WEIGHT_BITS):
         raise TreeError(f"counts of {tokens} tokens with window {window} do not fit; use a smaller window or fewer tokens")
     runs: list[np.ndarray] = []
-    for chunk in _chunks(documents, size, window):
+    for chunk in token_chunks(documents, size, window):
         near = context[chunk].astype(np.int64)
         words = []
         for offset, weight in enumerate(weights, start=1):
-            for row, column, side in ((chunk[:-offset], near[offset:], 0), (chunk[offset:], near[:-offset], contexts)):
+            for row, column, side in ((chunk[:-offset], near[offset:], 0), (chunk[offset:], near[:-offset], left)):
                 real = (row >= 0) & (column >= 0)
                 pair = row[real] * (2 * contexts) + column[real] + side
                 words.append((pair << _WEIGHT_BITS) | weight)

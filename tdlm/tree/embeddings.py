@@ -21,6 +21,7 @@ from ..errors import TreeError
 from ..hub import fetch_checkpoint
 from .cluster import check_rows
 from .cooccurrence import count_tokens, neighbour_vectors
+from .neighbours import Neighbours, count_neighbours
 
 if TYPE_CHECKING:
     from ..data.store import TokenStore
@@ -54,23 +55,29 @@ class _Thinned:
 def from_store(store: TokenStore, *, metric: Metric = "cosine", limit: int = LIMIT, split: str = "train",
                **settings: Any) -> Vectors:
     """Co-occurrence in a prepared folder's train split."""
-    counts = np.asarray(store.counts)
-    total = int(counts.sum())
-    documents = _Thinned(store, split, min(1.0, limit / max(total, 1)))
-    return from_corpus(documents, len(counts), metric=metric, **settings)
+    return from_corpus(_thinned(store, split, limit), len(store.counts), metric=metric, **settings)
+
+
+def neighbours_from_store(store: TokenStore, *, window: int = 2, limit: int = LIMIT, split: str = "train") -> Neighbours:
+    """What exchange clustering looks at, of the same documents."""
+    return count_neighbours(_thinned(store, split, limit), len(store.counts), window)
+
+
+def _thinned(store: TokenStore, split: str, limit: int) -> _Thinned:
+    return _Thinned(store, split, min(1.0, limit / max(int(np.asarray(store.counts).sum()), 1)))
 
 
 def from_corpus(documents: Iterable[np.ndarray], size: int, *, metric: Metric = "cosine", contexts: int = 4096,
-                window: int = 4, dimensions: int = 128, damping: float = 0.5, smoothing: float = 0.75, seed: int = 0,
-                device: str = "cpu") -> Vectors:
+                window: int = 4, sides: str = "apart", dimensions: int = 128, damping: float = 0.5,
+                smoothing: float = 0.75, seed: int = 0, device: str = "cpu") -> Vectors:
     """Co-occurrence (`cooccurrence.py`) in arrays of token ids; `documents` is read twice, so it must be no iterator."""
     if iter(documents) is documents:
         raise TreeError("the corpus is read twice; give a list or an object that can be iterated again, not an iterator")
     counts = count_tokens(documents, size)
-    settings = {"contexts": contexts, "window": window, "dimensions": dimensions, "damping": damping,
-                "smoothing": smoothing, "seed": seed}
+    settings: dict[str, Any] = {"contexts": contexts, "window": window, "sides": sides, "dimensions": dimensions,
+                                "damping": damping, "smoothing": smoothing, "seed": seed}
     rows = neighbour_vectors(documents, counts, device=device, **settings)
-    return _finish(rows, size, metric, {"kind": "corpus", "tokens": int(counts.sum()), **settings})
+    return finish(rows, size, metric, {"kind": "corpus", "tokens": int(counts.sum()), **settings})
 
 
 def from_array(path: str | Path, size: int, *, metric: Metric = "euclidean") -> Vectors:
@@ -91,7 +98,7 @@ def from_array(path: str | Path, size: int, *, metric: Metric = "euclidean") -> 
             raise TreeError(f"{path.name}: vectors are read from .npy, .npz or .safetensors files; convert it to one of them")
     except (ValueError, OSError, LookupError, EOFError, BadZipFile) as error:
         raise TreeError(f"{path.name} cannot be read as token vectors ({error}); write it again") from None
-    return _finish(rows, size, metric, {"kind": kind, **_file(path)})
+    return finish(rows, size, metric, {"kind": kind, **_file(path)})
 
 
 def from_checkpoint(path: str | Path, size: int, *, tensor: str | None = None, metric: Metric = "euclidean") -> Vectors:
@@ -108,7 +115,7 @@ def from_checkpoint(path: str | Path, size: int, *, tensor: str | None = None, m
         if not files:
             raise TreeError(f"{path} holds no .safetensors file; pickled checkpoints are not opened, convert it first")
     name, rows = _tensor(files, tensor, size)
-    return _finish(rows, size, metric, {"kind": "checkpoint", "tensor": name, "name": given.name})
+    return finish(rows, size, metric, {"kind": "checkpoint", "tensor": name, "name": given.name})
 
 
 def _parts(index: Path) -> set[Path]:
@@ -170,7 +177,7 @@ def _tensor(files: list[Path], wanted: str | None, size: int) -> tuple[str, np.n
         raise TreeError(f"{files[0].name} cannot be read as safetensors ({error})") from None
 
 
-def _finish(rows: np.ndarray, size: int, metric: Metric, source: dict[str, Any]) -> Vectors:
+def finish(rows: np.ndarray, size: int, metric: Metric, source: dict[str, Any]) -> Vectors:
     """Rows for exactly V tokens: spare ones (rounding, MASK) are dropped, a few missing ones (PAD) become zero."""
     if metric not in ("cosine", "euclidean"):
         raise TreeError(f"unknown metric {metric!r}; choose cosine or euclidean")

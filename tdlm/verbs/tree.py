@@ -3,17 +3,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
+
+import numpy as np
 
 from ..console import counter
 from ..data.store import TokenStore
 from ..data.tokenizer import Tokenizer
 from ..device import choose_device
-from ..errors import ConfigError, TreeError
+from ..errors import ConfigError, TokenizerError, TreeError
 from ..files import write_text
-from ..tree.build import build_tree, check_request, lowest_height
+from ..tree.build import VECTORIAL, build_tree, check_request, lowest_height
 from ..tree.describe import describe, render
-from ..tree.embeddings import Vectors, from_array, from_checkpoint, from_store
+from ..tree.embeddings import Metric, Vectors, finish, from_array, from_checkpoint, from_store, neighbours_from_store
 from ..tree.picture import tree_svg
 from ..tree.tree import Tree
 
@@ -23,7 +25,8 @@ ARRAYS = (".npy", ".npz")
 def build_from(*, data: Path | None = None, tokenizer: str | None = None, vectors: str | None = None, branching: int = 512,
                min_ratio: float = 0.8, max_ratio: float = 1.2, height: int | None = None, max_depth: int = 32,
                complete: bool = True, method: str = "kmeans", metric: str = "cosine", seed: int = 0, device: str = "cpu",
-               tensor: str | None = None, say: Callable[[str], None]) -> tuple[Tree, dict[str, Any]]:
+               tensor: str | None = None, window: int | None = None, contexts: int = 4096, sides: str = "apart",
+               say: Callable[[str], None]) -> tuple[Tree, dict[str, Any]]:
     """The tree and its description; `data` gives the tokenizer and, unless `vectors` says otherwise, the statistics."""
     store = TokenStore(data) if data is not None else None
     if store is None and tokenizer is None:
@@ -37,32 +40,66 @@ def build_from(*, data: Path | None = None, tokenizer: str | None = None, vector
     device = str(choose_device(device))
     if tensor is not None and (vectors is None or vectors == "corpus" or vectors.endswith(ARRAYS)):
         raise ConfigError("--tensor names a tensor of a checkpoint; give one with --vectors")
-    rows = None
-    if method in ("kmeans", "hdlm"):
-        rows = _vectors(store, vectors, loaded.size, metric, tensor, device, say)
+    if method == "exchange" and store is None:
+        raise ConfigError("exchange looks at the neighbours of tokens in text: give --data DIR")
+    corpus = vectors is None or vectors == "corpus"
+    if method not in VECTORIAL or (not corpus and method != "exchange"):
+        unused = [f"--{name}" for name, idle in (("window", window is None), ("contexts", contexts == 4096),
+                                                 ("sides", sides == "apart")) if not idle]
+        if unused:
+            raise ConfigError(f"{unused[0]} is about the corpus, which this tree does not look at; leave it out, or use "
+                              "--vectors corpus")
+    rows = near = None
+    if method in VECTORIAL and corpus:
+        if store is None:
+            raise ConfigError("corpus statistics need text: give --data DIR, or vectors of your own (--vectors FILE)")
+        say(f"counting neighbours in {store.tokens('train'):,} tokens")
+        rows = from_store(store, metric=cast(Metric, metric), contexts=contexts, sides=sides,
+                          window=4 if window is None or method == "exchange" else window, device=device)
+    elif method in VECTORIAL:
+        rows = _vectors(cast(str, vectors), loaded, counts, cast(Metric, metric), tensor)
     elif vectors is not None:
         raise ConfigError(f"--method {method} looks at no vectors; leave out --vectors")
+    if method == "exchange":
+        near = neighbours_from_store(cast(TokenStore, store), window=2 if window is None else window)
     with counter("tree") as tell:
         tree = build_tree(rows, size=loaded.size, branching=branching, min_ratio=min_ratio, max_ratio=max_ratio,
                           height=height, max_depth=max_depth, complete=complete, seed=seed, method=cast(Any, method),
-                          counts=counts, tokenizer_hash=loaded.hash, device=device,
+                          counts=counts, tokenizer_hash=loaded.hash, device=device, near=near, say=say,
                           progress=lambda depth, done, total: tell(done, total))
     if height is None and method != "hdlm" and (possible := lowest_height(loaded.size, branching)) < tree.height:
         say(f"K={branching} reaches height {possible} when it is asked for: --height {possible}")
     return tree, describe(tree, counts, loaded)
 
 
-def _vectors(store: TokenStore | None, wanted: str | None, size: int, metric: str, tensor: str | None, device: str,
-             say: Callable[[str], None]) -> Vectors:
-    how = cast(Literal["cosine", "euclidean"], metric)
-    if wanted is None or wanted == "corpus":
-        if store is None:
-            raise ConfigError("corpus statistics need text: give --data DIR, or vectors of your own (--vectors FILE)")
-        say(f"counting neighbours in {store.tokens('train'):,} tokens")
-        return from_store(store, metric=how)
+def _vectors(wanted: str, tokenizer: Tokenizer, counts: np.ndarray | None, metric: Metric, tensor: str | None) -> Vectors:
     if wanted.endswith(ARRAYS):
-        return from_array(wanted, size, metric=how)
-    return from_checkpoint(wanted.removeprefix("hf:"), size, tensor=tensor, metric=how)
+        return from_array(wanted, tokenizer.size, metric=metric)
+    if (Path(wanted) / "checkpoints").is_dir():
+        return of_run(Path(wanted), tokenizer, counts, metric, tensor)
+    return from_checkpoint(wanted.removeprefix("hf:"), tokenizer.size, tensor=tensor, metric=metric)
+
+
+def of_run(path: Path, tokenizer: Tokenizer, counts: np.ndarray | None = None, metric: Metric = "cosine",
+           tensor: str | None = None) -> Vectors:
+    """How a trained run tells tokens apart: the rows its head scores them by, or the embedding that serves as such (and as
+    input). Rows of tokens that the data does not have are what chance made them at the start: they count as none."""
+    from ..train.run import open_run
+
+    run = open_run(path)
+    if run.tokenizer.hash != tokenizer.hash:
+        raise TokenizerError(f"{path} was trained with tokenizer {run.tokenizer.hash}, the tree is for {tokenizer.hash}; "
+                             "its rows belong to other tokens")
+    model = run.assembly.model
+    matrices = {name: value for name, value in model.named_parameters() if value.ndim == 2 and len(value) >= tokenizer.size}
+    heads = [name for name, value in matrices.items() if name.startswith("predictor.") and len(value) == tokenizer.size]
+    name = tensor or (heads[0] if heads else "backbone.embedding.weight")
+    if name not in matrices:
+        raise TreeError(f"{path} has no tensor {name} with a row a token; choose one of {', '.join(matrices)}")
+    rows = matrices[name].detach()[: tokenizer.size].float().cpu().numpy().copy()
+    if counts is not None:
+        rows[counts == 0] = 0
+    return finish(rows, tokenizer.size, metric, {"kind": "run", "tensor": name, "name": path.resolve().name, "step": run.step})
 
 
 def show(path: Path, *, data: Path | None, svg: Path | None, quiet: bool) -> dict[str, Any]:

@@ -88,7 +88,7 @@ def test_heights_by_clustering_vectors_of_gpt2s_number(k: int, height: int, aske
     ({"branching": 5, "max_ratio": 0.9}, "1 <= max"),
     ({"branching": 5, "min_ratio": float("nan")}, "ratios must satisfy"),
     ({"branching": 5, "max_ratio": float("inf")}, "ratios must"),
-    ({"branching": 5, "method": "best"}, "choose one of kmeans, random, frequency, hdlm"),
+    ({"branching": 5, "method": "best"}, "choose one of kmeans, exchange, random, frequency, hdlm"),
     ({"branching": 5, "order": "alphabet"}, "choose id or count"),
     ({"branching": 5, "size": 39}, "40 token vectors for 39 tokens"),
     ({"branching": 5, "counts": np.ones(39)}, "counts are for 39 tokens, the tree has 40"),
