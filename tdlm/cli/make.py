@@ -80,8 +80,7 @@ class TreeBuild:
     complete: bool = True
     """Pad short paths so that every leaf has the same depth."""
     method: Literal["kmeans", "exchange", "random", "frequency", "hdlm"] = "kmeans"
-    """kmeans; exchange: from there, tokens move while classes tell more about neighbouring classes in --data; the controls
-    random and frequency; or the hierarchical baseline's routine with its soft bounds."""
+    """kmeans; exchange (from there on for what classes tell about neighbours); random and frequency (controls); hdlm (soft)."""
     metric: Literal["cosine", "euclidean"] = "cosine"
     """How vectors are compared."""
     seed: int = 0
