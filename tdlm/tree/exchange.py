@@ -16,15 +16,18 @@ neighbour, it is one-sided, the classes of a part of the tokens among themselves
     J(c) = 1/2 sum over o = +-1..+-W of 1/|o| I( c(x_i) ; context(x_i+o) ).
 
 A round asks for every token x what leaving its class costs (exact, with the others where they are) and what joining each other
-class gains (to first order: counts times log T/R, T smoothed by one count a cell on average; one matrix product). Tokens
-that gain propose to go, the best first: to a class with room, or else against the member of that class which makes the
-sum the greatest. Any subset of a round's steps keeps the sizes in bounds. Steps are carried out in batches; a batch
-stays only if J, taken from the exact tables, has risen; otherwise its halves are tried. So J never falls, and what is
-approximate above costs rounds, not correctness. Tables hold whole numbers in float64: they are exact, and undone exactly.
+class b gains: the greater of two estimates, both lower bounds but for their smoothing. Either b goes on meeting contexts
+as it does (counts of x times log T/R, T smoothed by one count a cell on average: one matrix product), or it becomes the
+class of x, and all that its members tell is lost: without this no frequent token ever leaves a crowd of frequent tokens for
+a class of rare ones. Tokens that gain propose to go, the best first: to a class with room, or else against the member of
+that class which makes the sum the greatest. Any subset of a round's steps keeps the sizes in bounds. Steps are carried
+out in batches; a batch stays only if J, taken from the exact tables, has risen; otherwise its halves are tried. So J
+never falls, and what is approximate above costs rounds, not correctness. Tables hold whole numbers in float64: they are
+exact, and undone exactly.
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,6 +36,7 @@ import torch
 from .neighbours import Neighbours, other_side
 
 _NUMBERS = 1 << 23  # numbers in a block of dense rows
+_ENTRIES = 1 << 22  # entries of rows looked at together
 _LEAST = 1e-9  # a rise of J below this share of it is rounding
 
 
@@ -42,6 +46,18 @@ class Step:
 
     tokens: tuple[int, ...]
     to: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Leads:
+    """What n tokens gain by leaving their classes for each other class."""
+
+    join: np.ndarray
+    """(n, K) float32: if that class meets contexts as before; -inf for the own."""
+    rule: np.ndarray
+    """(n,): if that class becomes theirs, before what it tells now is taken off."""
+    held: np.ndarray
+    """(K,): what each class tells now."""
 
 
 class Classes:
@@ -54,10 +70,18 @@ class Classes:
         self.contexts = k if context is None else int(context.max()) + 1
         self.weight = 1 / (np.arange(near.offsets) // 2 + 1.0)
         self.table = np.zeros((near.offsets, k, self.contexts))
-        tokens = np.flatnonzero(self.label >= 0)
-        for part in np.array_split(tokens, max(1, int(np.ceil(len(near.code) / (1 << 24))))):
-            self._add(part, self.label[part], 1)
+        self._add(tokens := np.flatnonzero(self.label >= 0), self.label[tokens], 1)
         self.value = self.measure()
+
+    def _blocks(self, tokens: np.ndarray, most: int) -> Iterator[slice]:
+        """Stretches of `tokens`: at most so many, and of not too many entries."""
+        load = np.r_[0, np.cumsum(self.near.start[tokens + 1] - self.near.start[tokens])]
+        first = 0
+        while first < len(tokens):
+            last = int(np.searchsorted(load, load[first] + _ENTRIES, side="right")) - 1
+            last = min(max(last, first + 1), first + most)
+            yield slice(first, last)
+            first = last
 
     def _entries(self, tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
         """Which of `tokens`, offset number, other token and count of every entry of their rows."""
@@ -67,8 +91,9 @@ class Classes:
 
     def _add(self, tokens: np.ndarray, where: np.ndarray, sign: int) -> None:
         """The rows of `tokens`, counted into the classes `where`, with the contexts as they are now."""
-        owner, offset, other, count = self._entries(tokens)
-        self._count(offset, where[owner], self.context[other], sign * count)
+        for part in self._blocks(tokens, len(tokens)):
+            owner, offset, other, count = self._entries(tokens[part])
+            self._count(offset, where[part][owner], self.context[other], sign * count)
 
     def _count(self, offset: np.ndarray, row: np.ndarray, column: np.ndarray, count: np.ndarray) -> None:
         flat = (offset * self.k + row) * self.contexts + column
@@ -81,11 +106,11 @@ class Classes:
         """New classes for some tokens. With C the one-hot classes and D their change, the pairs C'NC' - CNC are
         D N C' (their rows) + C N D (their columns, read from their own rows on the other side)."""
         was = self.label[tokens]
-        if self.mutual:
-            owner, offset, other, count = self._entries(tokens)
+        for part in self._blocks(tokens, len(tokens)) if self.mutual else ():
+            owner, offset, other, count = self._entries(tokens[part])
             row = self.label[other]
-            self._count(other_side(offset), row, was[owner], -count)
-            self._count(other_side(offset), row, to[owner], count)
+            self._count(other_side(offset), row, was[part][owner], -count)
+            self._count(other_side(offset), row, to[part][owner], count)
         self.label[tokens] = to
         self._add(tokens, was, -1)
         self._add(tokens, to, 1)
@@ -116,40 +141,51 @@ class Classes:
         half = len(steps) // 2
         return self.attempt(steps[:half]) + self.attempt(steps[half:]) if half else 0
 
-    def leads(self, tokens: np.ndarray, device: str) -> np.ndarray:
-        """(n, K) float32: what each token gains by moving from its class to each other; -inf for its own."""
+    def leads(self, tokens: np.ndarray, device: str) -> Leads:
+        """What each token gains by moving from its class to each other, to first order and as the ruler of it."""
         chance = self.table.sum(1) / np.maximum(self.table.sum((1, 2)), 1)[:, None]  # (O, M)
         size = self.table.sum(2)  # (O, K)
-        smooth = self.table + (self.contexts * chance)[:, None, :]
-        with np.errstate(divide="ignore"):
-            offer = np.log(smooth / (size[:, :, None] + self.contexts)) * self.weight[:, None, None]
-        offer = np.where(smooth > 0, offer, 0).transpose(0, 2, 1).reshape(-1, self.k)  # a context nobody has: no counts
-        right = torch.from_numpy(offer.astype(np.float32)).to(device)
-        width = len(right)
-        lead = np.empty((len(tokens), self.k), np.float32)
-        step = max(1, _NUMBERS // width)
-        for first in range(0, len(tokens), step):
-            part = tokens[first : first + step]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            smooth = (self.table / chance[:, None, :] + self.contexts) / (size[:, :, None] + self.contexts)
+        offer = np.log(np.where(chance[:, None, :] > 0, smooth, 1)) * self.weight[:, None, None]
+        held = _xlogx(self.table).sum(2) - _xlogx(size) - np.einsum("okm,om->ok", self.table, _log(chance))
+        right = torch.from_numpy(offer.transpose(0, 2, 1).reshape(-1, self.k).astype(np.float32)).to(device)
+        join = np.empty((len(tokens), self.k), np.float32)
+        rule = np.empty(len(tokens))
+        for rows in self._blocks(tokens, max(1, _NUMBERS // len(right))):
+            part = tokens[rows]
             owner, offset, other, count = self._entries(part)
-            place = owner * width + offset * self.contexts + self.context[other]
-            block = np.bincount(place, count, minlength=len(part) * width)
-            left = torch.from_numpy(block.astype(np.float32).reshape(len(part), width)).to(device)
-            lead[first : first + len(part)] = (left @ right).cpu().numpy()
-            lead[first : first + len(part)] -= self._stay(part, block, width, size)[:, None]
-        lead[np.arange(len(tokens)), self.label[tokens]] = -np.inf
-        return lead
+            place = owner * len(right) + offset * self.contexts + self.context[other]
+            block = np.bincount(place, count, minlength=len(part) * len(right))
+            left = torch.from_numpy(block.astype(np.float32).reshape(len(part), -1)).to(device)
+            stay, alone = self._stay(part, block, size, _log(chance))
+            join[rows] = (left @ right).cpu().numpy() - stay[:, None]
+            rule[rows] = alone - stay
+        join[np.arange(len(tokens)), self.label[tokens]] = -np.inf
+        return Leads(join, rule, (held * self.weight[:, None]).sum(0))
 
-    def _stay(self, part: np.ndarray, block: np.ndarray, width: int, size: np.ndarray) -> np.ndarray:
-        """(n,) what the tokens' own classes lose with them, exactly, the others staying where they are."""
+    def _stay(self, part: np.ndarray, block: np.ndarray, size: np.ndarray, chance: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """(n,) what the tokens' classes lose with them, the others staying where they are, and what the tokens tell alone;
+        both exact, and less what chance tells of the contexts."""
         place = np.flatnonzero(block)
-        owner, column = np.divmod(place, width)
+        owner, column = np.divmod(place, len(block) // len(part))
         offset, context = np.divmod(column, self.contexts)
         count, own = block[place], self.label[part]
         cell = self.table[offset, own[owner], context]
-        total = np.bincount(owner, self.weight[offset] * (_xlogx(cell) - _xlogx(cell - count)), minlength=len(part))
         seen = block.reshape(len(part), -1, self.contexts).sum(2)  # (n, O)
         row = size[:, own].T
-        return total - ((_xlogx(row) - _xlogx(row - seen)) * self.weight).sum(1)
+        usual = count * chance[offset, context]
+
+        def told(cells: np.ndarray, rows: np.ndarray) -> np.ndarray:
+            return np.bincount(owner, self.weight[offset] * (cells - usual), minlength=len(part)) - rows @ self.weight
+
+        return (told(_xlogx(cell) - _xlogx(cell - count), _xlogx(row) - _xlogx(row - seen)),
+                told(_xlogx(count), _xlogx(seen)))
+
+
+def _log(chance: np.ndarray) -> np.ndarray:
+    """Logarithms, zero where there is nothing."""
+    return np.log(np.where(chance > 0, chance, 1))
 
 
 def _xlogx(count: np.ndarray) -> np.ndarray:
@@ -181,35 +217,39 @@ def exchange(near: Neighbours, label: np.ndarray, k: int, lo: int, hi: int, *, c
     return classes.label, values
 
 
-def propose(tokens: np.ndarray, label: np.ndarray, lead: np.ndarray, k: int, lo: int, hi: int) -> list[Step]:
+def propose(tokens: np.ndarray, label: np.ndarray, leads: Leads, k: int, lo: int, hi: int) -> list[Step]:
     """Steps that gain, the best first. Room is what a class has before the round, less what was promised: nobody
     counts on another's leaving, so every subset of the steps keeps the bounds."""
     size = np.bincount(label[label >= 0], minlength=k)
     room, spare = hi - size, size - lo
     own = label[tokens]
-    order = np.argsort(own, kind="stable")
-    members = np.split(order, np.cumsum(np.bincount(own, minlength=k))[:-1])
-    target = lead.argmax(1)
-    gain = lead[np.arange(len(tokens)), target]
+    there = np.bincount(own, minlength=k)
+    members = np.split(np.argsort(own, kind="stable"), np.cumsum(there)[:-1])
+    held = leads.held.copy()
     free = np.ones(len(tokens), dtype=bool)
     steps = []
-    for x in np.argsort(-gain, kind="stable"):
-        if gain[x] <= 0:
-            break
+    for x in np.argsort(-np.maximum(leads.join.max(1), leads.rule - held.min()), kind="stable"):
         if not free[x]:
             continue
-        a, b = int(own[x]), int(target[x])
-        if room[b] > 0 and spare[a] > 0:
+        a, lead = int(own[x]), np.maximum(leads.join[x], leads.rule[x] - held)
+        lead[a] = -np.inf
+        lead[(there == 0) & ((room <= 0) | (spare[a] <= 0))] = -np.inf  # no place, and nobody to change places with
+        b = int(lead.argmax())
+        if lead[b] <= 0:
+            continue
+        alone = room[b] > 0 and spare[a] > 0
+        others = members[b][free[members[b]]]
+        if alone:
             room[b] -= 1
             spare[a] -= 1
-            free[x] = False
             steps.append(Step((int(tokens[x]),), (b,)))
-            continue
-        others = members[b][free[members[b]]]
-        if not len(others):
-            continue
-        y = others[lead[others, a].argmax()]
-        if gain[x] + lead[y, a] > 0:
-            free[x] = free[y] = False
+        elif len(others) and lead[b] + leads.join[y := others[leads.join[others, a].argmax()], a] > 0:
+            free[y] = False
+            there[b] -= 1
             steps.append(Step((int(tokens[x]), int(tokens[y])), (b, a)))
+        else:
+            continue
+        free[x] = False
+        there[a] -= 1
+        held[b] += max(float(leads.rule[x]), 0.0)  # who comes now would rule over x too
     return steps

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tdlm.errors import TreeError
 from tdlm.tree.build import build_tree
 from tdlm.tree.embeddings import from_corpus
-from tdlm.tree.exchange import Classes, Step, exchange, propose
+from tdlm.tree.exchange import Classes, Leads, Step, exchange, propose
 from tdlm.tree.neighbours import count_neighbours, other_side
 from tdlm.tree.tree import split_bounds
 
@@ -109,7 +109,7 @@ def test_leads_are_the_first_order_change():
     near = count_neighbours([text], 17, 2)
     context = np.r_[true, 0]
     classes = Classes(near, np.r_[true, 0], 4, context)
-    lead = classes.leads(np.arange(17), "cpu")
+    lead = classes.leads(np.arange(17), "cpu").join
     pairs = classes.table[0].sum()
     for to in (1, 2, 3):
         other = Classes(near, np.r_[true, to], 4, context)
@@ -151,9 +151,11 @@ def test_any_subset_of_proposed_steps_keeps_the_bounds(seed: int):
     label = draw.permutation(np.arange(size) % k)
     label[:2] = (label[:2] + 1) % k
     tokens = np.sort(draw.permutation(size)[:30])
-    lead = draw.normal(size=(30, k)).astype(np.float32)
-    lead[np.arange(30), label[tokens]] = -np.inf
-    steps = propose(tokens, label, lead, k, lo, hi)
+    join = draw.normal(size=(30, k)).astype(np.float32)
+    join[np.arange(30), label[tokens]] = -np.inf
+    leads = Leads(join, draw.normal(size=30), draw.exponential(size=k))
+    lead = np.maximum(join, leads.rule[:, None] - leads.held)
+    steps = propose(tokens, label, leads, k, lo, hi)
     moved = [token for step in steps for token in step.tokens]
     assert len(set(moved)) == len(moved) and set(moved) <= set(tokens.tolist()) and steps
     for step in steps:
