@@ -21,7 +21,9 @@ from torch.nn import functional as F
 
 from ..registry import register
 from ..tree.tree import Tree
-from .head import wider
+from .head import WIDE, wider
+from .kernels.grouped import Groups, grouped_nll
+from .kernels.linear_ce import linear_cross_entropy
 
 
 def leaf_order(tree: Tree) -> Int[Tensor, "V"]:
@@ -61,6 +63,7 @@ class DenseHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(tree.size))
         order = leaf_order(tree)
         first, end = stretches(tree, order)
+        self.clusters = Groups(tree, highest=1) if tree.height == 2 and tree.size >= WIDE else None
         height = tree.node_height()
         rank = torch.argsort(torch.argsort(height * tree.size + first))  # height by height, from left to right
         tables = {"order": order, "first": first, "end": end, "height": height, "rank": rank,
@@ -90,6 +93,23 @@ class DenseHead(nn.Module):
 
     def nll(self, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], slot: Int[Tensor, "M"]) -> Float[Tensor, "M"]:
         return -self.log_probs(hidden, parent).gather(1, slot[:, None])[:, 0]
+
+    def weighted(self, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], slot: Int[Tensor, "M"],
+                 share: Float[Tensor, "M"]) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
+        """(sum of share x nll, nll) for two levels over a large vocabulary: the clusters of MASK without keeping all logits,
+        the tokens of all clusters as one grouped product."""
+        if self.clusters is None or hidden.dtype == torch.float64:  # torch has no grouped product in float64
+            nll = self.nll(hidden, parent, slot)
+            return (nll * share.to(nll.dtype)).sum(), nll.detach()
+        root = parent == len(self.first) - 1
+        row = root.nonzero()[:, 0]
+        child = self.child_table[-1][slot[row]]
+        matrix, bias = F.embedding(self.order, self._matrix()), self.bias[self.order]
+        total, top = linear_cross_entropy(hidden[row], matrix, bias, self.first[child], share[row], until=self.end[child])
+        low = grouped_nll(hidden, parent, slot, self._matrix(), self.bias, self.clusters)
+        low = low.masked_fill(root, 0)
+        nll = low.detach().index_copy(0, row, top.to(low.dtype))
+        return total + (low * share.to(low.dtype)).sum(), nll
 
     def _groups(self, hidden: Tensor, parent: Tensor) -> Iterator[tuple[int, Tensor]]:
         """For each run of equal parents: the node and the logits (m, n) of the n tokens below it.

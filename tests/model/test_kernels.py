@@ -7,6 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional as F
 
+from tdlm.model.dense import Dense
 from tdlm.model.head import Shared, Tied, takes_all, weighted_nll
 from tdlm.model.kernels import grouped, linear_ce
 from tdlm.model.kernels.grouped import Groups, grouped_nll
@@ -125,3 +126,43 @@ def test_only_a_cheap_head_on_a_gpu_takes_all_positions():
     parent, slot = torch.tensor([0, 3, tree.root]), torch.tensor([0, 0, 1])
     nll = Shared().build(tree, torch.nn.Embedding(8, 4), None).nll(torch.randn(3, 4), parent, slot)
     assert nll[:2].tolist() == [0.0, 0.0] and head.cheap
+
+
+@pytest.mark.parametrize("rows", [1, 7, 64])
+def test_a_target_may_be_a_stretch_of_classes(rows, monkeypatch):
+    monkeypatch.setattr(linear_ce, "BLOCK_BYTES", 64 * 8 * rows)
+    monkeypatch.setattr(linear_ce, "ALIGNED", 8)
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = (torch.randn(size, WIDTH, dtype=FLOAT, generator=generator, requires_grad=True) for size in (23, 45))
+    low = torch.randint(0, 40, (23,), generator=generator)
+    high, share = low + torch.randint(1, 6, (23,), generator=generator), torch.rand(23, dtype=FLOAT, generator=generator)
+    total, nll = linear_cross_entropy(hidden, weight, None, low, share, until=high)
+    p = (hidden @ weight.T).softmax(-1)
+    plain = -torch.stack([p[m, low[m]:high[m]].sum() for m in range(23)]).log()
+    assert torch.allclose(nll, plain)
+    leaves = (hidden, weight)
+    for ours, theirs in zip(gradients(total, *leaves), gradients((plain * share).sum(), *leaves)):
+        assert torch.allclose(ours, theirs, atol=1e-12)
+
+
+@pytest.mark.parametrize("tied_rows", [False, True])
+def test_the_dense_head_of_two_levels_in_blocks_is_the_dense_head(tied_rows, monkeypatch):
+    """Clusters of MASK and tokens of clusters, with a token that hangs under the root and positions that predict nothing."""
+    tree = Tree.from_nested([[3, 1, 2], [0, 4], 5, [6, 7, 8, 9]])
+    monkeypatch.setattr("tdlm.model.dense.WIDE", 4)
+    embedding = torch.nn.Embedding(tree.nodes, WIDTH)
+    head = Dense(tied=tied_rows).build(tree, embedding, None)
+    assert head.clusters is not None
+    with torch.no_grad():
+        for parameter in head.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(3)))
+    parent, slot = states(tree, 40, 5)
+    parent, slot = parent[parent >= tree.size], slot[parent >= tree.size]
+    hidden = torch.randn(len(parent), WIDTH, generator=torch.Generator().manual_seed(4), requires_grad=True)
+    share = torch.rand(len(parent), generator=torch.Generator().manual_seed(6))
+    leaves = [hidden, embedding.weight, *head.parameters()]
+    fast, nll = head.weighted(hidden, parent, slot, share)
+    slow = head.nll(hidden, parent, slot)
+    assert torch.allclose(nll, slow, atol=1e-5)
+    for ours, theirs in zip(gradients(fast, *leaves), gradients((slow * share).sum(), *leaves)):
+        assert torch.allclose(ours, theirs, atol=1e-5)

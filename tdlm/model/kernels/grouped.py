@@ -51,20 +51,23 @@ class Bundle(nn.Module):
 
 
 class Groups(nn.Module):
-    """The groups of a tree: `rank` orders the inner nodes from the root down; tokens come last."""
+    """The groups of a tree: `rank` orders the inner nodes from the root down; tokens come last (and with them the nodes above
+    `highest`, which then have nothing to predict)."""
 
     rank: Tensor
 
-    def __init__(self, tree: Tree):
+    def __init__(self, tree: Tree, highest: int | None = None):
         super().__init__()
         inner = torch.arange(tree.nodes - 1, tree.size - 1, -1, device=tree.children.device)  # ids rise with height
+        if highest is not None:
+            inner = inner[tree.node_height()[inner] <= highest]
         self.count = len(inner)
         rank = torch.full((tree.nodes,), self.count, dtype=torch.int32, device=inner.device)
         rank[inner] = torch.arange(self.count, dtype=torch.int32, device=inner.device)
         self.register_buffer("rank", rank, persistent=False)
         height = tree.node_height()[inner]
         bundles = []
-        for level in range(tree.height, 0, -1):
+        for level in range(tree.height if highest is None else highest, 0, -1):
             for some in (height == level).nonzero()[:, 0].split(MOST_GROUPS):
                 kids = tree.children[inner[some] - tree.size]
                 width = int((kids >= 0).sum(1).max())
@@ -84,7 +87,7 @@ def grouped_nll(hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], slot: In
     ends = torch.searchsorted(key, torch.arange(groups.count, device=key.device, dtype=key.dtype), right=True).to(torch.int32)
     products = _Products.apply(hidden, weight, order, ends, groups)
     slot = slot[order]
-    nll = torch.zeros(len(order), device=hidden.device)
+    nll = torch.zeros(len(order), device=hidden.device, dtype=torch.promote_types(products[0].dtype, torch.float32))
     for bundle, product in zip(groups.bundles, products):
         group = key - bundle.first
         inside = (group >= 0) & (group < len(bundle.table))
@@ -97,8 +100,8 @@ def grouped_nll(hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], slot: In
 
 def _bundle_nll(product: Tensor, group: Tensor, inside: Tensor, slot: Tensor, offset: Tensor, real: Tensor) -> Tensor:
     """The cross-entropy of the rows of one bundle; rows of others hold whatever memory held and are replaced first."""
-    logits = product.float().masked_fill(~inside[:, None], 0.0)
-    logits = logits + (offset if offset.shape[0] == 1 else offset[group]).float()
+    logits = product.to(torch.promote_types(product.dtype, torch.float32)).masked_fill(~inside[:, None], 0.0)
+    logits = logits + (offset if offset.shape[0] == 1 else offset[group])
     logits = logits.masked_fill(~real[group], -torch.inf)
     slot = torch.where(inside, slot, 0).clamp(max=logits.shape[1] - 1)
     return logits.logsumexp(-1) - logits.gather(1, slot[:, None])[:, 0]
