@@ -1,11 +1,12 @@
 """The verbs that use a run: numbers, samples, the page; and the demo."""
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from tyro.conf import Positional, arg
+from tyro.conf import Positional, UseAppendAction, arg
 
 from ..errors import ConfigError
 from .words import File, Flag, Folder, Plugins, Several, Text, Whole, import_plugins, say, typed
@@ -268,26 +269,68 @@ class Demo:
 class StudyVerb:
     """Many runs by one command: train, evaluate and compare them; stopped, the same command goes on where it was."""
 
-    name: Annotated[Positional[str], arg(metavar="NAME")]
-    """rivals: every system of the paper on the same tokens."""
-    out: Path
-    """The study's folder: data, trees, runs, comparison."""
-    size: Literal["toy", "full"] = "toy"
-    """toy: minutes on a CPU, on three novels; full: the paper's settings, for a machine with GPUs."""
+    name: Annotated[Positional[str | None], arg(metavar="NAME", help_behavior_hint="")] = None
+    """Which study (docs/studies.md, or: tdlm study --list)."""
+    out: Annotated[Path | None, arg(metavar="DIR", help_behavior_hint="")] = None
+    """The study's folder: data, trees, runs, tables, comparison."""
+    list: Flag = False
+    """Say what the studies are, what they need and how long they take at this size; with NAME, every run of one."""
+    size: Literal["toy", "budget", "full"] = "toy"
+    """toy: minutes on a CPU, on three novels; budget: one GPU, minutes a run; full: the paper's settings."""
     data: Folder = None
     """A prepared folder (toy: three novels that come with the package)."""
     only: Annotated[Several, arg(metavar="RUN")] = ()
-    """Only these runs of the study."""
+    """Only these runs of the study; tables are made of all that are finished."""
+    minutes: Annotated[float | None, arg(metavar="N", help_behavior_hint="")] = None
+    """Training time of each run that is bounded by minutes; its number of steps is measured where it runs."""
+    set: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="FIELD=VALUE", help_behavior_hint="")] = ()
+    """Change settings of every run, as in tdlm train; --set train.steps=N bounds every run by steps."""
+    finished: Annotated[tuple[Path, ...], UseAppendAction, arg(metavar="RUN", help_behavior_hint="")] = ()
+    """Study these finished runs instead of training any."""
+    vectors: Annotated[Several, arg(metavar="FILE")] = ()
+    """Study trees: token vectors for one more tree (a file, a model's folder, hf:OWNER/MODEL)."""
+    judge: Text = None
+    """Who reads generated text: as tdlm quality --judge, or the folder of a left-to-right run (default: gpt2-large)."""
+    trees_only: Flag = False
+    """Prepare data and trees, which needs no GPU, and train nothing."""
     device: Text = None
     """cpu, cuda or cuda:N (default: a GPU if there is one)."""
     json: Flag = False
 
     def run(self) -> dict[str, Any]:
-        from ..console import show_study
-        from ..study import conduct, study
+        from ..study import STUDIES, Wishes, conduct, study
 
-        result = conduct(study(self.name), self.out, size=self.size, data=self.data, only=self.only, device=self.device,
-                         say=say)
+        chosen = None if self.name is None else study(self.name)
+        wishes = Wishes(self.minutes, self.set, self.vectors, self.judge)
+        if self.list:
+            return self._list([chosen] if chosen is not None else [*STUDIES.values()], wishes)
+        if chosen is None or self.out is None:
+            raise ConfigError("give a study and a folder for it: tdlm study NAME --out DIR; the studies are: "
+                              f"{', '.join(STUDIES)} (tdlm study --list)")
+        result = conduct(chosen, self.out, size=self.size, data=self.data, only=self.only, device=self.device, say=say,
+                         wishes=wishes, finished=self.finished, trees_only=self.trees_only)
         if not self.json:
-            show_study(result)
+            self._show(result)
+        if result["failed"]:
+            raise ConfigError(f"failed: {', '.join(result['failed'])}; the others are done, the same command tries these again "
+                              f"(why: {self.out / 'failed'})")
         return result
+
+    def _list(self, studies: Sequence[Any], wishes: Any) -> dict[str, Any]:
+        from ..study.predict import described, predict
+
+        found = {}
+        for one in studies:
+            found[one.name] = predict(one, self.size, wishes if len(studies) == 1 else replace(wishes, vectors=()))
+            if not self.json:
+                print("\n".join(described(found[one.name], every=self.name is not None)))
+        return {"studies": found}
+
+    def _show(self, result: dict[str, Any]) -> None:
+        from ..console import show_study
+
+        if result["scores"]:
+            show_study(result)
+        for what in ("table", "trees"):
+            if what in result:
+                say(f"{what}: {result[what] if what == 'table' else ', '.join(result[what])}")

@@ -1,6 +1,6 @@
 """Studies: many runs on the same data, trained, evaluated and set side by side by one command (`tdlm study NAME`)."""
-from .engine import conduct
-from .entry import Entry, Study
+from .conductor import conduct
+from .entry import SIZES, Entry, Size, Study, Wishes
 from .named import STUDIES, study
 
-__all__ = ["STUDIES", "Entry", "Study", "conduct", "study"]
+__all__ = ["SIZES", "STUDIES", "Entry", "Size", "Study", "Wishes", "conduct", "study"]

@@ -1,90 +1,180 @@
-"""Conduct a study: data and trees once, then run after run - train, evaluate -, then the comparison.
+"""Making the runs of a study, one after another: the tree, the learning rate, the number of steps, training, evaluation.
 
-Everything lies in one folder and is continued where it stopped: a finished run is not trained again, an evaluated one not
-evaluated again. All runs see the same rows in the same order (the order depends on the data's seed, not on the method).
-
-    OUT/data  OUT/trees/NAME.safetensors  OUT/runs/NAME  OUT/compare.{html,md,csv,json,svg,png}  OUT/study.json
+What is there is not made again: a tree is built once for all runs that ask for the same options, a finished run is not trained
+again and an evaluated one not evaluated again. A run that fails is reported and stops no other.
 """
 from __future__ import annotations
 
+import contextlib
+import gc
 import json
-from collections.abc import Callable, Sequence
-from importlib import resources
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ..data.prepare import prepare
-from ..errors import ConfigError
-from ..files import write_json
-from ..report import compare_runs
+import torch
+
+from ..config import RunConfig
+from ..errors import RunError
+from ..files import bytes_hash, write_json, write_text
+from ..train import folder as run_folder
 from ..train.loop import train
-from ..train.metrics import Progress
-from ..train.provenance import provenance
+from ..train.metrics import Progress, read_metrics
+from ..train.pace import Pace, in_minutes, measured
+from ..train.provenance import device_name
 from ..train.run import open_run
 from ..verbs.evaluate import evaluate_run
 from ..verbs.tree import build_from
-from .entry import Entry, Size, Study
+from .entry import Entry, Size, TreeOptions
+
+ROWS: dict[Size, int | None] = {"toy": None, "budget": 4096, "full": None}
+"""Validation rows that the final evaluation scores."""
+RUNS, TREES, PACES, FAILED = "runs", "trees", "paces", "failed"
+Say = Callable[[str], None]
 
 
-def conduct(study: Study, out: Path, *, size: Size = "toy", data: Path | None = None, only: Sequence[str] = (),
-            device: str | None = None, say: Callable[[str], None], command: str | None = None,
-            progress: Callable[[], Progress] | None = None) -> dict[str, Any]:
-    """Do what is left of a study; returns what every run scored, beside n-gram models on the same tokens."""
-    entries = _chosen(study.entries(size), only)
-    if data is None:
-        if size != "toy":
-            raise ConfigError(f"the {size} study needs --data DIR: prepare your corpus with tdlm prepare")
-        data = _novels(out / "data", study.tokenizer, say)
-    trees = {name: _tree(out / "trees" / f"{name}.safetensors", options, data, say)
-             for name, options in study.trees.get(size, {}).items() if any(entry.tree == name for entry in entries)}
-    scores, folders = {}, []
-    for number, entry in enumerate(entries, 1):
-        folder = out / "runs" / entry.name
-        say(f"{number}/{len(entries)} {entry.name}: {entry.config.train.steps:,} steps of {entry.config.method.kind}")
-        train(entry.config, data=data, tree=None if entry.tree is None else trees[entry.tree], out=folder, device=device,
-              command=command, progress=None if progress is None else progress())
-        scores[entry.name] = score = _evaluated(folder, data, device or "cpu")
-        folders.append(folder)
-        say(f"    {score['bound']:.3f} nats/token (unigram {score['ngrams']['unigram']:.3f})")
-    compared = compare_runs(folders, out)
-    result = {"study": study.name, "size": size, "scores": scores, "files": compared["files"],
-              "differences": compared["differences"], "provenance": provenance(device or "cpu", command=command)}
-    write_json(out / "study.json", result)
-    return result
+@dataclass
+class Engine:
+    """The place and the means; `failed` and `scores` fill as runs are attempted."""
+
+    size: Size
+    out: Path
+    data: Path | None
+    entries: list[Entry]
+    """All of the study, also those that are not attempted now."""
+    device: str
+    say: Say
+    command: str | None
+    progress: Callable[[], Progress] | None
+    failed: dict[str, str] = field(default_factory=dict)
+    scores: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def attempt(self, entry: Entry, count: str, trees_only: bool) -> None:
+        """One run; whatever goes wrong with it is told, kept, and stops no other."""
+        try:
+            tree = None if entry.tree is None else self.tree(entry.tree)
+            if not trees_only:
+                self.run(entry, tree, count)
+            (self.out / FAILED / f"{entry.name}.txt").unlink(missing_ok=True)
+        except Exception as error:
+            self.fail(entry.name, error)
+        finally:
+            _clear(self.device)
+
+    def fail(self, name: str, error: Exception) -> None:
+        """Called while the error is being handled."""
+        note = self.out / FAILED / f"{name}.txt"
+        self.failed[name] = f"{type(error).__name__}: {error}"
+        write_text(note, traceback.format_exc())
+        self.say(f"    {name} failed: {error}\n    the others go on; details: {note}")
+
+    def run(self, entry: Entry, tree: Path | None, count: str) -> None:
+        assert self.data is not None
+        where = self.folder(entry)
+        with self.settled(entry, tree) as config:
+            time = "" if entry.minutes is None else f", {entry.minutes:g} minutes"
+            self.say(f"{count}{entry.name}: {config.train.steps:,} steps of {config.method.kind}{time}")
+            train(config, data=self.data, tree=tree, out=where, device=self.device, command=self.command,
+                  progress=None if self.progress is None else self.progress())
+            if entry.trial_of is not None:
+                return
+            self.scores[entry.name] = score = self.evaluated(where)
+        self.say(f"    {score['bound']:.3f} nats/token (unigram {score['ngrams']['unigram']:.3f})")
+
+    @contextlib.contextmanager
+    def settled(self, entry: Entry, tree: Path | None) -> Iterator[RunConfig]:
+        """The run's configuration with what only shows on the way: its learning rate from the trials, and the steps that fill
+        its minutes here. A run that was begun keeps both."""
+        assert self.data is not None
+        settings, name = entry.config.train, entry.config.name
+        old = run_folder.read(self.folder(entry))
+        begun = None if old is None else RunConfig.from_json(old["config"]).train
+        if entry.rates or entry.rate_of:
+            settings = replace(settings, lr=self.best_rate(entry) if begun is None else begun.lr)
+        if entry.minutes is None:
+            yield replace(entry.config, train=settings)
+            return
+        name = f"{name}-{entry.minutes:g}min"
+        if begun is not None:
+            yield replace(entry.config, name=name, train=in_minutes(settings, begun.steps / 60, 1.0))
+            return
+        with self.pace(entry, tree).kept() as seconds:
+            yield replace(entry.config, name=name, train=in_minutes(settings, entry.minutes, seconds))
+
+    def pace(self, entry: Entry, tree: Path | None) -> Pace:
+        """How long a step takes here, measured once for all runs that differ in their learning rate and length alone."""
+        assert self.data is not None
+        same = replace(entry.config.train, steps=1, warmup=0, lr=1.0, valid_every=1, save_every=1)
+        config = replace(entry.config, name="", train=same).to_json()
+        what = [config, None if tree is None else tree.name, device_name(self.device)]
+        path = self.out / PACES / f"{bytes_hash(json.dumps(what, sort_keys=True).encode())[:16]}.json"
+        if path.is_file():
+            return Pace(**json.loads(path.read_text(encoding="utf-8"))["pace"])
+        self.say(f"{entry.name}: a few steps to see how long one takes")
+        pace = measured(entry.config, self.data, tree, self.device)
+        write_json(path, {"pace": asdict(pace), "of": what})
+        return pace
+
+    def best_rate(self, entry: Entry) -> float:
+        """The rate whose trial has the lowest bound at its end."""
+        trials = [trial for trial in self.entries if trial.trial_of == (entry.rate_of or entry.name)]
+        bounds = [last_bound(self.folder(trial)) for trial in trials]
+        if missing := [trial.name for trial, bound in zip(trials, bounds) if bound is None]:
+            raise RunError(f"{entry.name} takes its learning rate from runs that are not finished; make them first: "
+                           + " ".join(f"--only {name}" for name in missing))
+        return min(zip(bounds, (trial.config.train.lr for trial in trials)))[1]
+
+    def folder(self, entry: Entry) -> Path:
+        return self.out / RUNS / entry.name
+
+    def tree(self, options: TreeOptions) -> Path:
+        """The tree with these options, built once."""
+        path = self.out / TREES / f"{tree_name(options)}.safetensors"
+        if not path.is_file():
+            self.say(f"tree: {', '.join(f'{name} {value}' for name, value in options.items())}")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tree, _ = build_from(data=self.data, say=lambda line: None, **options)
+            tree.save(path)
+        return path
+
+    def evaluated(self, where: Path) -> dict[str, Any]:
+        """The run's eval.json, made if it is missing or of other weights."""
+        run = open_run(where, self.device)
+        kept = where / "eval.json"
+        if kept.is_file():
+            found = json.loads(kept.read_text(encoding="utf-8"))
+            if found.get("step") == run.step:
+                return found
+        return evaluate_run(run, data=self.data, split="valid", estimator="auto", pad=None, repeats=4, limit=ROWS[self.size],
+                            batch=32, seed=0, say=lambda line: None)
 
 
-def _chosen(entries: list[Entry], only: Sequence[str]) -> list[Entry]:
-    known = [entry.name for entry in entries]
-    if strange := [name for name in only if name not in known]:
-        raise ConfigError(f"this study has no run {strange[0]!r}; it has {', '.join(known)}")
-    return [entry for entry in entries if not only or entry.name in only]
+def tree_name(options: TreeOptions) -> str:
+    """A file name that tells the options; of vectors from elsewhere their name and a hash of where they came from."""
+    def value(option: Any) -> str:
+        text = str(option)
+        plain = "".join(letter if letter.isalnum() or letter in ".+-" else "-" for letter in Path(text).name)
+        return plain if plain == text else f"{plain}-{bytes_hash(text.encode())[:8]}"
+
+    return "_".join(f"{name}-{value(option)}" for name, option in options.items())
 
 
-def _novels(folder: Path, tokenizer: str, say: Callable[[str], None]) -> Path:
-    say("data: the three novels that come with the package")
-    assets = resources.files("tdlm") / "assets"
-    with (resources.as_file(assets / "novels.train.jsonl.xz") as text,
-          resources.as_file(assets / "novels.valid.jsonl.xz") as held):
-        prepare([text], folder, tokenizer=tokenizer, valid_inputs=[held])
-    return folder
+def last_bound(where: Path) -> float | None:
+    """The validation bound at the end of a finished run."""
+    old = run_folder.read(where)
+    if old is None:
+        return None
+    steps = RunConfig.from_json(old["config"]).train.steps
+    lines = read_metrics(where / run_folder.METRICS)
+    bounds = [line["bound"] for line in lines if line["kind"] == "valid" and line["step"] == steps]
+    return bounds[-1] if bounds else None
 
 
-def _tree(path: Path, options: dict[str, Any], data: Path, say: Callable[[str], None]) -> Path:
-    if not path.is_file():
-        say(f"tree {path.stem}: {', '.join(f'{name}={value}' for name, value in options.items())}")
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tree, _ = build_from(data=data, say=lambda line: None, **options)
-        tree.save(path)
-    return path
-
-
-def _evaluated(folder: Path, data: Path, device: str) -> dict[str, Any]:
-    """The run's eval.json, made if it is missing or of other weights."""
-    run = open_run(folder, device)
-    kept = folder / "eval.json"
-    if kept.is_file():
-        found = json.loads(kept.read_text(encoding="utf-8"))
-        if found.get("step") == run.step:
-            return found
-    return evaluate_run(run, data=data, split="valid", estimator="auto", pad=None, repeats=4, limit=None, batch=32, seed=0,
-                        say=lambda line: None)
+def _clear(device: str) -> None:
+    """What a run leaves on a GPU, and the compiler's count of how often it has seen the same code."""
+    if device.startswith("cuda"):
+        torch._dynamo.reset()
+        gc.collect()
+        torch.cuda.empty_cache()

@@ -1,18 +1,14 @@
 """`tdlm demo`: the whole method once, on three novels, in minutes on a laptop; ends with a page to look at."""
 from __future__ import annotations
 
-import contextlib
-import math
 import shlex
-import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..assemble import assemble
 from ..config import RunConfig
 from ..data.prepare import prepare
 from ..data.store import TokenStore
@@ -21,15 +17,14 @@ from ..recipes import DEMO
 from ..report import write_report
 from ..train import folder
 from ..train.loop import train
+from ..train.pace import measured
 from ..train.run import open_run
-from ..tree.tree import Tree
 from .evaluate import evaluate_run
 from .sample import GAP, Request, sample_run
 from .tree import build_from, write_picture
 
 VOCABULARY = 2048
 BRANCHING = 64
-WARM_UP, TIMED = 4, 8
 LONG = 8.0
 """From so many minutes on: larger batches and a lower rate, which end lower but begin slower."""
 PROMPT = "The old man looked at the sea and said"
@@ -55,7 +50,7 @@ def demo(out: Path, *, minutes: float, say: Callable[[str], None],
     if not tree_file.exists():
         tree, _ = build_from(data=data, branching=BRANCHING, say=lambda line: None)
         tree.save(tree_file)
-    with _pace(data, tree_file) as seconds:
+    with measured(DEMO, data, tree_file).kept() as seconds:
         config = _config(out, minutes, seconds)
         say(f"3/6 train: {config.train.steps:,} steps of {config.train.batch} x {config.data.length} tokens, "
             f"about {minutes:g} minutes")
@@ -96,36 +91,6 @@ def _config(out: Path, minutes: float, seconds: float) -> RunConfig:
     settings = replace(settings, steps=steps, warmup=min(steps // 12, 200), valid_every=max(10, steps // 10),
                        save_every=max(10, steps // 5))
     return replace(DEMO, name=name, train=settings)
-
-
-@contextlib.contextmanager
-def _pace(data: Path, tree_file: Path) -> Iterator[float]:
-    """Seconds of a training step, and inside as many threads as make it fastest: all, or one. On a machine that is busy
-    with other things threads wait for one another and all together are ten times slower than one."""
-    import torch
-
-    from ..data.batches import TrainRows
-    from ..train.step import Trainer
-
-    store = TokenStore(data)
-    assembly = assemble(DEMO, Tree.load(tree_file), pad_id=store.pad_id)
-    rows = TrainRows(store, length=DEMO.data.length, layout=DEMO.data.layout, batch=DEMO.train.batch, seed=0)
-    trainer = Trainer(assembly.model, assembly.objective, DEMO.train, torch.device("cpu"))
-    every, found, limit = torch.get_num_threads(), {}, math.inf
-    for threads in dict.fromkeys((1, every)):
-        torch.set_num_threads(threads)
-        seconds: list[float] = []
-        while len(seconds) < WARM_UP + TIMED and sum(seconds) < limit:
-            started = time.perf_counter()
-            trainer.update([rows.batch(len(seconds))])
-            seconds.append(time.perf_counter() - started)
-        found[threads], limit = statistics.median(seconds[WARM_UP:] or seconds), sum(seconds)
-    best = min(found, key=lambda threads: found[threads])
-    torch.set_num_threads(best)
-    try:
-        yield found[best]
-    finally:
-        torch.set_num_threads(every)
 
 
 def _show(bound: dict[str, Any], free: dict[str, Any], more: dict[str, Any], filled: dict[str, Any],
