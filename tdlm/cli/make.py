@@ -73,6 +73,8 @@ class TreeBuild:
     """The smallest child, as a share of the mean size."""
     max_ratio: float = 1.2
     """The largest child, as a share of the mean size."""
+    max_mass: Annotated[float | None, arg(metavar="R", help_behavior_hint="")] = None
+    """The most of the text a child may hold, in multiples (2 or more) of the mean; a token counts at most half of that."""
     height: Whole = None
     """Ask for exactly this height; sizes are then capped so that it is reached."""
     max_depth: int = 32
@@ -95,7 +97,8 @@ class TreeBuild:
             data=self.data, tokenizer=self.tokenizer, vectors=self.vectors, branching=self.branching,
             min_ratio=self.min_ratio, max_ratio=self.max_ratio, height=self.height, max_depth=self.max_depth,
             complete=self.complete, method=self.method, metric=self.metric, seed=self.seed, device=self.device,
-            tensor=self.tensor, window=self.window, contexts=self.contexts, sides=self.sides, say=say)
+            tensor=self.tensor, window=self.window, contexts=self.contexts, sides=self.sides, max_mass=self.max_mass,
+            say=say)
         tree.save(self.out)
         say(f"{self.out}: height {tree.height}, {tree.size:,} tokens, {tree.nodes - tree.size:,} inner nodes; "
             f"look at it: tdlm tree show {self.out}")

@@ -34,6 +34,7 @@ from ..errors import TreeError
 from .cluster import Task, balanced_kmeans_many, check_rows, inertia
 from .embeddings import Vectors
 from .exchange import exchange
+from .mass import capped, spread
 from .neighbours import Neighbours
 from .reference import hdlm_kmeans
 from .tree import Tree, split_bounds
@@ -72,6 +73,7 @@ class _Plan:
     cosine: bool
     near: Neighbours | None
     rounds: int
+    max_mass: float | None
     say: Callable[[str], None] | None
 
     def is_last(self, size: int, depth: int) -> bool:
@@ -95,13 +97,14 @@ def build_tree(vectors: np.ndarray | Vectors | None, *, branching: int, size: in
                max_ratio: float = 1.2, height: int | None = None, max_depth: int = 32, complete: bool = True,
                seed: int = 0, method: Method = "kmeans", counts: np.ndarray | None = None, order: str = "id",
                tokenizer_hash: str = "", iterations: int = 20, device: str = "cpu", near: Neighbours | None = None,
-               rounds: int = 12, say: Callable[[str], None] | None = None,
+               rounds: int = 12, max_mass: float | None = None, say: Callable[[str], None] | None = None,
                progress: Callable[[int, int, int], None] | None = None) -> Tree:
     """A tree over the tokens 0..V-1.
 
     `vectors` has a row a token (all zero: no vector); rows missing at the end up to `size` count as zero (PAD). The
     controls `random` and `frequency` (which needs `counts`) look at no vector. `exchange` needs `near` too, and makes at most
-    `rounds` rounds. `progress(depth, done, total)` is called in tokens.
+    `rounds` rounds. With `max_mass` no child of a node that is clustered holds more than so many times its share of the text
+    (`mass.py`; needs `counts`). `progress(depth, done, total)` is called in tokens.
     """
     source = dict(vectors.source) if isinstance(vectors, Vectors) else {}
     rows = vectors.rows if isinstance(vectors, Vectors) else vectors
@@ -114,6 +117,9 @@ def build_tree(vectors: np.ndarray | Vectors | None, *, branching: int, size: in
         raise TreeError("exchange looks at the neighbours of tokens in text: give --data DIR")
     if near is not None and near.size != size:
         raise TreeError(f"neighbours are counted for {near.size} tokens, the tree has {size}; take both from the same data")
+    if max_mass is not None and (max_mass < 2 or counts is None or method not in ("kmeans", "exchange")):
+        raise TreeError(f"a bound on the share of the text is at least 2 times the mean, for method kmeans or exchange with "
+                        f"--data; got {max_mass} for {method}")
     check_request(size, branching=branching, min_ratio=min_ratio, max_ratio=max_ratio, height=height, max_depth=max_depth,
                   complete=complete, method=method)
     if order not in ("id", "count"):
@@ -121,7 +127,7 @@ def build_tree(vectors: np.ndarray | Vectors | None, *, branching: int, size: in
     if not complete and height is None:
         height = lowest_height(size, branching)
     plan = _Plan(size, branching, min_ratio, max_ratio, height, max_depth, complete, seed, method, order, iterations,
-                 device, rows, known, counts, bool(source.get("metric") == "cosine"), near, rounds, say)
+                 device, rows, known, counts, bool(source.get("metric") == "cosine"), near, rounds, max_mass, say)
     root, levels = _grow(plan, progress)
     tree = Tree.from_nested(_nested(root, plan), size=size, branching=branching, tokenizer_hash=tokenizer_hash,
                             meta=_meta(plan, source, levels))
@@ -242,6 +248,10 @@ def _split_level(plan: _Plan, nodes: list[_Node], depth: int, report: Callable[[
     more: dict[str, Any] = {}
     if plan.method in ("kmeans", "exchange"):
         labels = _kmeans_labels(plan, nodes, bounds, depth, report)
+        if plan.max_mass is not None:
+            assert plan.rows is not None and plan.counts is not None
+            labels = [spread(plan.rows[node.tokens], label, plan.counts[node.tokens], k, plan.max_mass)
+                      for node, label, (k, _, _) in zip(nodes, labels, bounds)]
         if plan.method == "exchange":
             more = {"information": _exchanged(plan, nodes, bounds, labels, context)}
     elif plan.method == "hdlm":
@@ -297,8 +307,12 @@ def _exchanged(plan: _Plan, nodes: list[_Node], bounds: list[tuple[int, int, int
     for node, label, (k, lo, hi) in zip(nodes, labels, bounds):
         whole = np.full(plan.size, -1, dtype=np.int64)
         whole[node.tokens] = label
-        found, value = exchange(plan.near, whole, k, lo, hi, context=context, rounds=plan.rounds, device=plan.device,
-                                say=plan.say if len(nodes) == 1 else None)
+        weight, most = None, np.inf
+        if plan.max_mass is not None:
+            assert plan.counts is not None
+            weight, most = capped(plan.counts * (whole >= 0), k, plan.max_mass)
+        found, value = exchange(plan.near, whole, k, lo, hi, context=context, weight=weight, most=most, rounds=plan.rounds,
+                                device=plan.device, say=plan.say if len(nodes) == 1 else None)
         label[:] = found[node.tokens]
         values.append((value[0], value[-1]))
     return [float(f"{mean:.6g}") for mean in np.mean(values, axis=0)]
@@ -386,6 +400,6 @@ def _meta(plan: _Plan, source: dict[str, Any], levels: list[dict[str, Any]]) -> 
     return {"method": plan.method, "vectors": source, "seed": plan.seed, "order": plan.order, "complete": plan.complete,
             "iterations": plan.iterations, "max_depth": plan.max_depth, "without_vector": int((~plan.known).sum()),
             "bounds": {"exact": plan.method != "hdlm" and plan.complete, "min_ratio": plan.min_ratio,
-                       "max_ratio": plan.max_ratio, "height": plan.height},
+                       "max_ratio": plan.max_ratio, "height": plan.height, "max_mass": plan.max_mass},
             **({"exchange": {"window": plan.near.window, "rounds": plan.rounds}} if plan.near is not None else {}),
             "levels": levels, "versions": versions}

@@ -194,17 +194,18 @@ def _xlogx(count: np.ndarray) -> np.ndarray:
 
 
 def exchange(near: Neighbours, label: np.ndarray, k: int, lo: int, hi: int, *, context: np.ndarray | None = None,
-             rounds: int = 12, enough: float = 1e-3, device: str = "cpu",
+             weight: np.ndarray | None = None, most: float = np.inf, rounds: int = 12, enough: float = 1e-3, device: str = "cpu",
              say: Callable[[str], None] | None = None) -> tuple[np.ndarray, list[float]]:
     """Better labels (V,) from labels with lo..hi tokens a class (-1: no part of it), and J at the start and after each round.
 
-    Tokens that the corpus does not have stay where they are. It ends after `rounds`, or when a round adds less than the share
+    With `weight` (V,), classes within `most` in sum stay so, and no other gains weight. Tokens that the corpus does not have
+    stay where they are. It ends after `rounds`, or when a round adds less than the share
     `enough` of J."""
     classes = Classes(near, label, k, context)
     tokens = np.flatnonzero((classes.label >= 0) & (np.diff(near.start) > 0))
     values = [classes.value]
     for turn in range(rounds if k > 1 and len(tokens) > 1 else 0):
-        steps = propose(tokens, classes.label, classes.leads(tokens, device), k, lo, hi)
+        steps = propose(tokens, classes.label, classes.leads(tokens, device), k, lo, hi, weight, most)
         stayed, batch, first = 0, 16, 0
         while first < len(steps):  # the first steps are frequent tokens, which change much for one another
             stayed += classes.attempt(steps[first : first + batch])
@@ -217,11 +218,15 @@ def exchange(near: Neighbours, label: np.ndarray, k: int, lo: int, hi: int, *, c
     return classes.label, values
 
 
-def propose(tokens: np.ndarray, label: np.ndarray, leads: Leads, k: int, lo: int, hi: int) -> list[Step]:
-    """Steps that gain, the best first. Room is what a class has before the round, less what was promised: nobody
-    counts on another's leaving, so every subset of the steps keeps the bounds."""
-    size = np.bincount(label[label >= 0], minlength=k)
+def propose(tokens: np.ndarray, label: np.ndarray, leads: Leads, k: int, lo: int, hi: int,
+            weight: np.ndarray | None = None, most: float = np.inf) -> list[Step]:
+    """Steps that gain, the best first. Room is what a class has before the round, less what was promised: no step
+    counts on another's, so every subset of the steps keeps the bounds."""
+    part = label >= 0
+    size = np.bincount(label[part], minlength=k)
     room, spare = hi - size, size - lo
+    weight = np.zeros(len(label)) if weight is None else weight
+    load, heavy = np.bincount(label[part], weight[part], minlength=k), weight[tokens]
     own = label[tokens]
     there = np.bincount(own, minlength=k)
     members = np.split(np.argsort(own, kind="stable"), np.cumsum(there)[:-1])
@@ -237,13 +242,15 @@ def propose(tokens: np.ndarray, label: np.ndarray, leads: Leads, k: int, lo: int
         b = int(lead.argmax())
         if lead[b] <= 0:
             continue
-        alone = room[b] > 0 and spare[a] > 0
         others = members[b][free[members[b]]]
-        if alone:
+        if room[b] > 0 and spare[a] > 0 and load[b] + heavy[x] <= most:
+            load[b] += heavy[x]
             room[b] -= 1
             spare[a] -= 1
             steps.append(Step((int(tokens[x]),), (b,)))
-        elif len(others) and lead[b] + leads.join[y := others[leads.join[others, a].argmax()], a] > 0:
+        elif len(others) and lead[b] + leads.join[y := others[leads.join[others, a].argmax()], a] > 0 and (
+                heavy[x] == heavy[y] or load[b if heavy[x] > heavy[y] else a] + abs(heavy[x] - heavy[y]) <= most):
+            load[b if heavy[x] > heavy[y] else a] += abs(heavy[x] - heavy[y])
             free[y] = False
             there[b] -= 1
             steps.append(Step((int(tokens[x]), int(tokens[y])), (b, a)))

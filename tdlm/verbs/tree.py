@@ -26,7 +26,7 @@ def build_from(*, data: Path | None = None, tokenizer: str | None = None, vector
                min_ratio: float = 0.8, max_ratio: float = 1.2, height: int | None = None, max_depth: int = 32,
                complete: bool = True, method: str = "kmeans", metric: str = "cosine", seed: int = 0, device: str = "cpu",
                tensor: str | None = None, window: int | None = None, contexts: int = 4096, sides: str = "apart",
-               say: Callable[[str], None]) -> tuple[Tree, dict[str, Any]]:
+               max_mass: float | None = None, say: Callable[[str], None]) -> tuple[Tree, dict[str, Any]]:
     """The tree and its description; `data` gives the tokenizer and, unless `vectors` says otherwise, the statistics."""
     store = TokenStore(data) if data is not None else None
     if store is None and tokenizer is None:
@@ -66,6 +66,7 @@ def build_from(*, data: Path | None = None, tokenizer: str | None = None, vector
         tree = build_tree(rows, size=loaded.size, branching=branching, min_ratio=min_ratio, max_ratio=max_ratio,
                           height=height, max_depth=max_depth, complete=complete, seed=seed, method=cast(Any, method),
                           counts=counts, tokenizer_hash=loaded.hash, device=device, near=near, say=say,
+                          max_mass=max_mass,
                           progress=lambda depth, done, total: tell(done, total))
     if height is None and method != "hdlm" and (possible := lowest_height(loaded.size, branching)) < tree.height:
         say(f"K={branching} reaches height {possible} when it is asked for: --height {possible}")

@@ -13,6 +13,7 @@ from tdlm.data.store import TokenStore
 from tdlm.errors import ConfigError, TokenizerError, TreeError
 from tdlm.train.run import open_run
 from tdlm.tree.embeddings import from_corpus
+from tdlm.tree.mass import capped
 from tdlm.tree.tree import Tree
 from tdlm.verbs.tree import build_from, of_run
 from tests.tree.test_exchange import chain
@@ -53,6 +54,16 @@ def test_exchange_on_the_command_line(world: Path):
     plain, wider = build(world), build(world, method="exchange", window=3)
     assert wider.meta["exchange"]["window"] == 3 and "exchange" not in plain.meta
     assert len({tree.to_bytes() for tree in (tree, plain, wider)}) == 3
+
+
+@pytest.mark.parametrize("method", ["kmeans", "exchange"])
+def test_a_bound_on_the_share_of_the_text(world: Path, method: str):
+    counts = TokenStore(world / "data").counts
+    free, bound = build(world, method=method), build(world, method=method, max_mass=2.0)
+    weight, most = capped(counts, 20, 2.0)
+    assert np.bincount(bound.slot[1], weight).max() <= most < np.bincount(build(world).slot[1], weight).max()
+    assert bound.meta["bounds"]["max_mass"] == 2.0 and bound.to_bytes() != free.to_bytes()
+    bound.check()
 
 
 def test_what_counts_as_a_neighbour(world: Path):

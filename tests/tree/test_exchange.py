@@ -13,6 +13,7 @@ from tdlm.errors import TreeError
 from tdlm.tree.build import build_tree
 from tdlm.tree.embeddings import from_corpus
 from tdlm.tree.exchange import Classes, Leads, Step, exchange, propose
+from tdlm.tree.mass import capped, spread
 from tdlm.tree.neighbours import count_neighbours, other_side
 from tdlm.tree.tree import split_bounds
 
@@ -216,6 +217,39 @@ def test_tokens_without_neighbours_and_other_parts_stay():
     assert sizes.min() >= 2 and sizes.max() <= 4
 
 
+@given(st.integers(0, 10_000), st.sampled_from([2.0, 2.5, 4.0]))
+@settings(max_examples=25, deadline=None)
+def test_no_class_holds_more_than_its_share(seed: int, ratio: float):
+    """Counts by Zipf's law, crowded as K-means crowds them; sizes stay, and what exchange does to it stays in bounds."""
+    draw = np.random.default_rng(seed)
+    size, k = 60, 6
+    counts = np.floor(2000 / np.arange(1, size + 1) ** 1.2).astype(np.int64)
+    label, rows = np.arange(size) // 10, draw.normal(size=(size, 3)).astype(np.float32)
+    weight, most = capped(counts, k, ratio)
+    assert np.bincount(label, weight).max() > most and weight.max() <= most / 2
+    found = spread(rows, label, counts, k, ratio)
+    assert np.bincount(found).tolist() == [10] * k and np.bincount(found, weight).max() <= most
+    assert np.array_equal(found, spread(rows, label, counts, k, ratio))
+    near = count_neighbours([draw.choice(size, 1500, p=counts / counts.sum())], size, 1)
+    after, values = exchange(near, found, k, 8, 12, weight=weight, most=most)
+    assert np.bincount(after, weight).max() <= most * (1 + 1e-12) and values[-1] > values[0]
+    loose, free = exchange(near, found, k, 8, 12)
+    assert not np.array_equal(after, loose) or free == values
+
+
+def test_spreading_takes_the_cheapest_exchange():
+    """Two frequent tokens crowd a class; of the two, the one nearer to the other class goes, and the lightest comes."""
+    rows = np.array([[0.0], [1.0], [0.2], [9.0], [9.5], [10.0]], dtype=np.float32)
+    counts = np.array([40, 40, 1, 2, 5, 3])
+    label = np.array([0, 0, 0, 1, 1, 1])
+    assert spread(rows, label, counts, 2, 2.0).tolist() == label.tolist(), "91 may stand together, since 45.5 is the mean"
+    rows, counts, label = np.r_[rows, [[20.0]], [[21.0]], [[22.0]]], np.r_[counts, 1, 1, 1], np.r_[label, 2, 2, 2]
+    found = spread(rows.astype(np.float32), label, counts, 3, 2.0)
+    assert found.tolist() == [0, 1, 0, 0, 1, 1, 2, 2, 2]
+    with pytest.raises(TreeError, match="classes of so unequal sizes cannot each hold at most"):
+        spread(rows.astype(np.float32), np.array([0, 0, 0, 0, 0, 0, 0, 0, 1]), np.full(9, 5), 2, 1.5)
+
+
 def neighbours_and_vectors(seed: int = 7) -> tuple[list[np.ndarray], np.ndarray, np.ndarray]:
     text, true = chain(8, 16, 30_000, seed)
     return [text], true, from_corpus([text], 130, contexts=64, dimensions=8).rows
@@ -250,6 +284,9 @@ def test_what_cannot_be_built():
         build_tree(rows, branching=12, method="exchange")
     with pytest.raises(TreeError, match="neighbours are counted for 131 tokens, the tree has 130"):
         build_tree(rows, branching=12, method="exchange", near=count_neighbours(documents, 131, 1))
+    for method, ratio, counts in (("kmeans", 1.5, np.ones(130)), ("kmeans", 2.0, None), ("random", 2.0, np.ones(130))):
+        with pytest.raises(TreeError, match="a bound on the share of the text is at least 2 times the mean"):
+            build_tree(rows, branching=12, method=method, max_mass=ratio, counts=counts)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TreeError, match="window of at least 1, got 0"):
         count_neighbours(documents, 130, 0)
     with pytest.raises(TreeError, match="the corpus is empty"):

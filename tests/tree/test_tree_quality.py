@@ -1,12 +1,14 @@
 """The yardstick for trees that needs no network (benchmarks/tree_quality.py): its counts, its probabilities, what it prefers."""
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from typing import Any
 
 import numpy as np
 import pytest
 
-from benchmarks.tree_quality import Counts, Grams, components, interpolated, measure
+from benchmarks.tree_quality import Counts, Grams, Parts, interpolated, measure
 from tdlm.tree.build import build_tree
 from tests.tree.test_exchange import chain
 
@@ -29,17 +31,26 @@ def test_every_part_is_a_distribution():
     text, _ = chain(4, 3, 600, seed=0)
     label, k = np.arange(12) % 4, 4
     train = Grams.of(stream(text, 30), label, k)
-    assert len(train.own) == 600 and (train.left == k).sum() == (train.right == k).sum() == 30
-    ends = [(left, right) for left in range(k + 1) for right in range(k + 1)]
+    assert len(train.own) == 600 and (train.left["class"] == k).sum() == (train.right["token"] == 12).sum() == 30
+    ends = [(left, right) for left in range(13) for right in range(13)]
     left, right, token = (np.array(part) for part in zip(*((a, b, x) for a, b in ends for x in range(12))))
-    found = components(train, Grams(left, label[token], right, token), label, k)
-    leaf, history = found["leaf"]
-    sums = np.array([np.bincount(label, part) for part in leaf.T.reshape(-1, 12)]).reshape(5, 25, 4)
-    seen = history.reshape(25, 12)[:, :4] > 0
-    assert np.allclose(sums[0], seen) and np.allclose(sums[1:], 1)
-    root, history = found["root"]  # the first three tokens' classes are 0, 1, 2, 3: each class once
-    sums = root.reshape(25, 12, 5)[:, :4].sum(1)
-    assert np.allclose(sums[:, 0], history.reshape(25, 12)[:, 0] > 0) and np.allclose(sums[:, 1:], 1)
+    classes = np.append(label, k)
+    asked = Grams(label[token], token, {"nothing": 0 * left, "class": classes[left], "token": left},
+                  {"nothing": 0 * left, "class": classes[right], "token": right})
+    parts = Parts(train, asked, label, k)
+    known = ("nothing", "class", "token")
+    for one, other in itertools.product(known, known):
+        found, history = parts.mixed(one, "token", "class", other)
+        sums = found.reshape(len(ends), 3, k, -1).sum(1)  # the tokens of a class stand 4 apart
+        whole = history.reshape(len(ends), 3, k)[:, 0] > 0
+        assert np.isin(np.round(sums, 12), (0, 1)).all() and (sums[..., -1] == pytest.approx(1))
+        assert any(np.allclose(sums[..., part], whole) for part in range(sums.shape[2])), "the longest, where it was seen"
+        found, history = parts.mixed(one, "class", "nothing", other)
+        sums = found.reshape(len(ends), 12, -1)[:, :4].sum(1)  # the first four tokens: each class once
+        assert np.isin(np.round(sums, 12), (0, 1)).all() and np.allclose(sums[:, -1], 1)
+    by_hand = sum(text[i - 1] == 3 and text[i] == 5 and text[i + 1] == 7 for i in range(1, 599) if i % 20 not in (0, 19))
+    here = (left == 3) & (token == 5) & (right == 7)
+    assert parts.count("token", "token", "token")[here].item() == by_hand
 
 
 def test_the_mixture_takes_the_part_that_tells():
@@ -59,11 +70,11 @@ def test_planted_classes_cost_the_least_and_never_less_than_the_source():
     train, test = stream(text[:100_000], 50), stream(text[100_000:], 20)
     document = np.cumsum(test < 0)
 
-    def cost(label: np.ndarray) -> dict[str, float]:
+    def cost(label: np.ndarray) -> Any:
         rows = np.eye(classes, dtype=np.float32)[label]
         return measure(build_tree(rows, branching=classes), train, test, document)
 
-    planted, other = cost(true), cost(np.random.default_rng(1).permutation(true))
+    planted, other = cost(true)["classes"], cost(np.random.default_rng(1).permutation(true))["classes"]
     assert planted["sum"] < other["sum"] - 0.5 and planted["leaf"] == pytest.approx(np.log(members), abs=0.02)
     assert planted["sum"] == pytest.approx(planted["root"] + planted["leaf"])
     turn = np.random.default_rng(3)
