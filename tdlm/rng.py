@@ -46,7 +46,8 @@ def words(rows: Tensor, columns: int, *parts: int | str) -> Tensor:
 
 def to_uniform(bits: Tensor) -> Tensor:
     """64-bit words to float64 in the open interval (0, 1), 53 bits each."""
-    return (_shift_right(bits, 11).to(torch.float64) + 0.5) * 2.0**-53
+    points = (_shift_right(bits, 11).to(torch.float64) + 0.5) * 2.0**-53
+    return points.clamp(max=1 - 2.0**-53)  # the last of them rounds to 1, behind the end of every distribution
 
 
 def shuffle(size: int, *parts: int | str) -> Tensor:
