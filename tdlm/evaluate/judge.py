@@ -134,7 +134,8 @@ def judge_rows(judge: Judge, rows: Int[Tensor, "R S"], tokenizer: Tokenizer, *, 
     """The NLL of rows of *our* ids, and how it was taken. It is exact: one repeat, error 0.
 
     PAD behind the text costs a left-to-right model nothing once it has said EOS, under any PAD mode; where the tokenizer has
-    no EOS, nothing says that a padded text is over, and the number is no bound on -log p(x).
+    no EOS, nothing says that a padded text is over, and the number is no bound on -log p(x). Neither is that of a judge
+    without a start token, which is given the first token of every row.
     """
     direct = same_ids(judge, tokenizer)
     real = ~is_pad(rows, tokenizer.pad_id)
@@ -154,7 +155,7 @@ def judge_rows(judge: Judge, rows: Int[Tensor, "R S"], tokenizer: Tokenizer, *, 
     nats = torch.stack([row.sum() for row in scores])
     padded = not bool(real.all())
     bound = bound_of(nats[None, :, None], real.sum(1), estimator="exact", pad=pad if padded else "pack",
-                     is_bound=not padded or tokenizer.eos_id is not None)
+                     is_bound=judge.start is not None and (not padded or tokenizer.eos_id is not None))
     how = {"scored_as": "the same ids" if direct else "the same text in the judge's tokens", "per": "token of the data's "
            "tokenizer", "judge_tokens": sum(map(len, texts)), "replaced_characters": replaced,
            "windowed_rows": sum(judge.positions is not None and len(text) > judge.positions for text in texts)}

@@ -123,9 +123,16 @@ def test_a_long_row_is_refused_with_the_same_ids_and_slides_otherwise():
 def test_without_an_end_mark_a_padded_row_is_no_bound():
     none = Tokenizer({**BYTES._data, "added_tokens": []}, eos="", bos="")
     rows = torch.tensor([[1, 2, none.pad_id], [3, none.pad_id, none.pad_id]])
-    judge = toy_judge(start=None)
+    judge = toy_judge()
     assert not judge_rows(judge, rows, none, pad="count")[0].is_bound
     assert judge_rows(judge, rows[:1, :2], none, pad="count")[0].is_bound
+
+
+def test_a_judge_that_is_given_the_first_token_has_no_bound():
+    """Without a start token the first token of a row costs nothing but is counted."""
+    rows = torch.tensor([row(b"middle..", 8)])
+    given, paid = (judge_rows(toy_judge(start=start), rows, BYTES, pad="count")[0] for start in (None, 256))
+    assert not given.is_bound and paid.is_bound and given.tokens == paid.tokens == 8
 
 
 def test_features_are_the_last_state_of_the_last_token():
