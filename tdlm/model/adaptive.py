@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from ..errors import ConfigError
 from ..registry import register
 from ..tree.tree import Tree
+from .head import wider
 
 SHARES = (0.04, 0.2)
 """Where the vocabulary is cut when nothing is said: 2,010 and 10,052 of GPT-2's 50,258 tokens."""
@@ -55,24 +56,19 @@ class AdaptiveHead(nn.Module):
         rank = self.rank[slot]
         cluster = torch.bucketize(rank, self.edges, right=True)  # 0 is the short list
         entry = torch.where(cluster == 0, rank, self.cutoffs[0] + cluster - 1)
-        nll = F.cross_entropy(_precise(self.output(hidden)), entry, reduction="none")
+        nll = F.cross_entropy(wider(self.output(hidden)), entry, reduction="none")
         for number, tail in enumerate(self.tails):
             chosen = (cluster == number + 1).nonzero()[:, 0]
-            logits = _precise(tail(hidden[chosen]))
+            logits = wider(tail(hidden[chosen]))
             within = F.cross_entropy(logits, rank[chosen] - self.cutoffs[number], reduction="none")
             nll = nll.index_add(0, chosen, within)
         return nll
 
     def log_probs(self, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"]) -> Float[Tensor, "M K"]:
         short = self.cutoffs[0]
-        first = _precise(self.output(hidden)).log_softmax(-1)
-        rest = [_precise(tail(hidden)).log_softmax(-1) + first[:, short + number, None] for number, tail in enumerate(self.tails)]
+        first = wider(self.output(hidden)).log_softmax(-1)
+        rest = [wider(tail(hidden)).log_softmax(-1) + first[:, short + number, None] for number, tail in enumerate(self.tails)]
         return torch.cat([first[:, :short], *rest], 1)[:, self.rank]
-
-
-def _precise(logits: Tensor) -> Tensor:
-    """At least float32, whatever the matrix product was made in."""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 @register("adaptive")

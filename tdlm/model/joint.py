@@ -18,6 +18,7 @@ from torch.nn import functional as F
 
 from ..errors import ConfigError
 from ..tree.tree import Tree
+from .head import wider
 from .transformer import zeroed
 
 MOST = 2**20
@@ -57,9 +58,9 @@ class JointHead(nn.Module):
 
     def logits(self, hidden: Float[Tensor, "M L d"], parent: Int[Tensor, "M L"]) -> Float[Tensor, "M classes"]:
         if self.combine == "concat":
-            return self.output(hidden.flatten(1)).float()
+            return wider(self.output(hidden.flatten(1)))
         real = (parent >= 0)[..., None]
-        return self.output((hidden * real).sum(1) / real.sum(1)).float()
+        return wider(self.output((hidden * real).sum(1) / real.sum(1)))
 
     def masked(self, hidden: Float[Tensor, "M L d"], parent: Int[Tensor, "M L"],
                known: Int[Tensor, "M L"]) -> Float[Tensor, "M classes"]:

@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import ConfigError, TreeError
-from ..model.head import Shared
+from ..model.head import Shared, wider
 from ..model.model import Network
 from ..process.flat import Hybrid, Uniform
 from ..registry import register
@@ -128,8 +128,7 @@ class SeddObjective:
         logits, shift = raw_scores(model.head), math.log(self.tree.size)
 
         def sums(hidden: Tensor, state: Tensor, token: Tensor) -> Tensor:
-            raw = logits(hidden, state)
-            raw = raw.to(torch.promote_types(raw.dtype, torch.float32))
+            raw = wider(logits(hidden, state))
             own = raw.gather(1, token[:, None])[:, 0]
             return torch.stack([F.cross_entropy(raw, token, reduction="none") + own, own], 1)  # one pass; logsumexp takes five
 
@@ -142,8 +141,7 @@ class SeddObjective:
         rho, (_, rate) = mix.each / (mix.keep + mix.each), self.process.rates(time)
 
         def sums(hidden: Tensor, state: Tensor, token: Tensor) -> Tensor:
-            raw = logits(hidden, torch.full_like(state, self.tree.size))
-            raw = raw.to(torch.promote_types(raw.dtype, torch.float32)).scatter(1, state[:, None], 0.0)
+            raw = wider(logits(hidden, torch.full_like(state, self.tree.size))).scatter(1, state[:, None], 0.0)
             return torch.stack([(torch.expm1(raw) - raw).sum(1), raw.sum(1), raw.gather(1, token[:, None])[:, 0]], 1)
 
         around, total, own = in_parts(sums, self.tree.size, hidden, state, token).double().unbind(1)

@@ -42,8 +42,9 @@ def questions(tree: Tree, length: int, seed: int = 0):
 @given(trees(), st.integers(1, 3), st.sampled_from(["concat", "mean"]))
 def test_it_equals_its_slow_twin(tree, length, combine):
     """Combination by combination with plain indexing: logits, masks, normalisation, marginals, sums."""
-    head = shaken(tree, length, combine)
+    head = shaken(tree, length, combine).double()
     hidden, parent, known = questions(tree, length)
+    hidden = hidden.double()
     log_probs = head.log_probs(hidden, parent, known).detach()
     each = marginals(log_probs, tree.branching, length)
     gone = torch.rand(ASKED, length, generator=torch.Generator().manual_seed(1)) < 0.5
@@ -55,17 +56,17 @@ def test_it_equals_its_slow_twin(tree, length, combine):
         possible = {combination: logits[number]
                     for number, combination in enumerate(itertools.product(range(tree.branching), repeat=length))
                     if all(k in choice for k, choice in zip(combination, choices))}
-        total = torch.logsumexp(torch.tensor(list(possible.values())), 0)
+        total = torch.logsumexp(torch.tensor(list(possible.values()), dtype=torch.float64), 0)
         p = {combination: float(torch.exp(logit - total)) for combination, logit in possible.items()}
         for number, combination in enumerate(itertools.product(range(tree.branching), repeat=length)):
-            assert float(log_probs[m, number].exp()) == pytest.approx(p.get(combination, 0.0), abs=1e-5)
+            assert float(log_probs[m, number].exp()) == pytest.approx(p.get(combination, 0.0), abs=1e-12)
         for place, slot in itertools.product(range(length), range(tree.branching)):
             share = sum(q for combination, q in p.items() if combination[place] == slot)
-            assert float(each[m, place, slot].exp()) == pytest.approx(share, abs=1e-5)
+            assert float(each[m, place, slot].exp()) == pytest.approx(share, abs=1e-12)
         for number, combination in enumerate(itertools.product(range(tree.branching), repeat=length)):
             same = [q for other, q in p.items() if all(gone[m, i] or other[i] == combination[i] for i in range(length))]
             share = 0.0 if any(gone[m, i] and combination[i] for i in range(length)) else sum(same)
-            assert float(rest[m, number].exp()) == pytest.approx(share, abs=1e-5)
+            assert float(rest[m, number].exp()) == pytest.approx(share, abs=1e-12)
 
 
 @settings(max_examples=20)
