@@ -20,11 +20,10 @@ the full height of real choices, by also keeping 2^(levels left) tokens or more 
 """
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -37,12 +36,8 @@ from .exchange import exchange
 from .mass import capped, spread
 from .neighbours import Neighbours
 from .reference import hdlm_kmeans
+from .request import VECTORIAL, Method, check_request, lowest_height, needed
 from .tree import Tree, split_bounds
-
-Method = Literal["kmeans", "exchange", "random", "frequency", "hdlm"]
-METHODS: tuple[Method, ...] = ("kmeans", "exchange", "random", "frequency", "hdlm")
-VECTORIAL = ("kmeans", "exchange", "hdlm")
-"""Methods that look at token vectors."""
 
 
 @dataclass
@@ -133,26 +128,8 @@ def build_tree(vectors: np.ndarray | Vectors | None, *, branching: int, size: in
                             meta=_meta(plan, source, levels))
     if height is not None and tree.height != height:
         raise TreeError(f"the tree came out {tree.height} levels high, {height} were asked for: K={branching} needs no "
-                        f"more; ask for --height {tree.height}, or a smaller K ({_needed(size, height)} or a little more)")
+                        f"more; ask for --height {tree.height}, or a smaller K ({needed(size, height)} or a little more)")
     return tree.check()
-
-
-def lowest_height(size: int, branching: int) -> int:
-    """The least H with K^H >= V."""
-    height = 1
-    while branching**height < size:
-        height += 1
-    return height
-
-
-def _needed(size: int, height: int) -> int:
-    """The least K with K^height >= size."""
-    k = max(2, round(size ** (1 / height)) - 1)
-    while k**height < size:
-        k += 1
-    while k > 2 and (k - 1) ** height >= size:
-        k -= 1
-    return k
 
 
 def _prepare_rows(rows: np.ndarray | None, size: int | None, method: str) -> tuple[np.ndarray | None, np.ndarray, int]:
@@ -171,34 +148,6 @@ def _prepare_rows(rows: np.ndarray | None, size: int | None, method: str) -> tup
     if method in VECTORIAL and not known.any():
         raise TreeError("every token vector is zero, there is nothing to cluster; choose another embedding or --method random")
     return rows, known, size
-
-
-def check_request(size: int, *, branching: int, min_ratio: float, max_ratio: float, height: int | None, max_depth: int,
-                  complete: bool, method: str) -> None:
-    """Fail before any work when the arithmetic alone says that the request cannot be met."""
-    if size < 2:
-        raise TreeError(f"a tree needs at least 2 tokens, got {size}")
-    if branching < 2:
-        raise TreeError(f"the branching factor must be at least 2, got {branching}")
-    if not 0 <= min_ratio <= 1 <= max_ratio < math.inf:
-        raise TreeError(f"ratios must satisfy 0 <= min <= 1 <= max, got {min_ratio} and {max_ratio}")
-    if max_depth < 1 or (height is not None and not 1 <= height <= max_depth):
-        raise TreeError(f"the height must lie between 1 and --max-depth, got height {height}, max depth {max_depth}")
-    if method not in METHODS:
-        raise TreeError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
-    k = branching
-    if not complete and height is None:
-        height = lowest_height(size, k)
-    allowed = height if height is not None else max_depth
-    if k**allowed < size:
-        raise TreeError(f"{size} tokens do not fit a tree of K={k} and {allowed} levels ({k}^{allowed} = {k**allowed}); "
-                        f"use K >= {_needed(size, allowed)}, or {lowest_height(size, k)} levels or more")
-    if not complete and height is not None and (k < 3 or 2**height > size):
-        raise TreeError(f"no tree of K={k} over {size} tokens has {height} real choices on every path; allow padding "
-                        "(--complete), or use K >= 3 and fewer levels")
-    if height is not None and method == "hdlm":
-        raise TreeError("the reference routine cannot keep to a height (its sizes are not enforced); leave out --height and "
-                        "--no-complete, or use --method kmeans")
 
 
 def _grow(plan: _Plan, progress: Callable[[int, int, int], None] | None) -> tuple[_Node, list[dict[str, Any]]]:
@@ -233,7 +182,7 @@ def _check_depth(plan: _Plan, splitting: list[_Node], depth: int) -> None:
     if depth + 2 > plan.max_depth:
         largest = max(len(node.tokens) for node in splitting)
         raise TreeError(f"a node of {largest} tokens stands at depth {depth} and K={plan.branching}, but --max-depth is "
-                        f"{plan.max_depth}; raise it, or use K >= {_needed(plan.size, plan.max_depth)} with "
+                        f"{plan.max_depth}; raise it, or use K >= {needed(plan.size, plan.max_depth)} with "
                         f"--height {plan.max_depth}")
 
 
@@ -244,7 +193,7 @@ def _split_level(plan: _Plan, nodes: list[_Node], depth: int, report: Callable[[
         size = len(node.tokens)
         if plan.method != "hdlm" and not lo * k <= size <= hi * k:
             raise TreeError(f"a node of {size} tokens at depth {depth} cannot be split into {k} children of {lo} to {hi} "
-                            f"tokens; use K >= {_needed(plan.size, plan.height or depth + 2)}, wider ratios, or no --height")
+                            f"tokens; use K >= {needed(plan.size, plan.height or depth + 2)}, wider ratios, or no --height")
     more: dict[str, Any] = {}
     if plan.method in ("kmeans", "exchange"):
         labels = _kmeans_labels(plan, nodes, bounds, depth, report)
@@ -400,6 +349,6 @@ def _meta(plan: _Plan, source: dict[str, Any], levels: list[dict[str, Any]]) -> 
     return {"method": plan.method, "vectors": source, "seed": plan.seed, "order": plan.order, "complete": plan.complete,
             "iterations": plan.iterations, "max_depth": plan.max_depth, "without_vector": int((~plan.known).sum()),
             "bounds": {"exact": plan.method != "hdlm" and plan.complete, "min_ratio": plan.min_ratio,
-                       "max_ratio": plan.max_ratio, "height": plan.height, "max_mass": plan.max_mass},
+                       "max_ratio": plan.max_ratio, "height": plan.height, **({} if plan.max_mass is None else {"max_mass": plan.max_mass})},
             **({"exchange": {"window": plan.near.window, "rounds": plan.rounds}} if plan.near is not None else {}),
             "levels": levels, "versions": versions}

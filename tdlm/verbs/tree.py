@@ -13,10 +13,11 @@ from ..data.tokenizer import Tokenizer
 from ..device import choose_device
 from ..errors import ConfigError, TokenizerError, TreeError
 from ..files import write_text
-from ..tree.build import VECTORIAL, build_tree, check_request, lowest_height
+from ..tree.build import build_tree
 from ..tree.describe import describe, render
 from ..tree.embeddings import Metric, Vectors, finish, from_array, from_checkpoint, from_store, neighbours_from_store
 from ..tree.picture import tree_svg
+from ..tree.request import VECTORIAL, check_request, lowest_height
 from ..tree.tree import Tree
 
 ARRAYS = (".npy", ".npz")

@@ -9,9 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tdlm.errors import TreeError
-from tdlm.tree.build import METHODS, build_tree, lowest_height
+from tdlm.tree.build import build_tree
 from tdlm.tree.embeddings import Vectors
 from tdlm.tree.neighbours import count_neighbours
+from tdlm.tree.request import METHODS, lowest_height
 from tdlm.tree.tree import Tree, split_bounds
 from tests.tree.test_cluster import SHAPES, points
 
