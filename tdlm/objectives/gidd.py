@@ -35,7 +35,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import ConfigError, TreeError
-from ..model.head import Shared
+from ..model.head import Shared, weighted_nll
 from ..model.model import Network
 from ..process.flat import Hybrid
 from ..registry import register
@@ -116,12 +116,18 @@ class GiddObjective:
         weight, train_weight = (each / density[:, None] for each in self.weights(tokens, state, time))
         scored = moving if self.method.p_uniform else moving & (state == self.tree.size)
         row, column = scored.nonzero(as_tuple=True)
-        hidden = model.hidden(state, time, None)[row, column]
-        kl, itakura_saito = self.divergences(model, hidden, tokens[row, column], state[row, column], time[row])
-        divergence = kl + itakura_saito
-        bound = by_row(row, divergence * (weight * counted)[row, column], len(tokens))
+        hidden, token, seen = model.hidden(state, time, None)[row, column], tokens[row, column], state[row, column]
         inside = ((time >= WINDOW) & (time <= 1 - WINDOW)).double() / (1 - 2 * WINDOW)
-        train = (divergence * (train_weight * inside[:, None])[row, column]).sum() / tokens.numel()
+        share = (train_weight * inside[:, None])[row, column] / tokens.numel()
+        if self.method.p_uniform:
+            kl, itakura_saito = self.divergences(model, hidden, token, seen, time[row])
+            divergence = kl + itakura_saito
+            train = (divergence * share).sum()
+        else:  # KL = alpha CE, r = 1
+            keep = self.process.at(time).keep[row]
+            train, nll = weighted_nll(model.head, hidden, seen, token, share * keep)
+            divergence = keep * nll.double()
+        bound = by_row(row, divergence * (weight * counted)[row, column], len(tokens))
         return Loss(train, bound, {"levels": bound[:, None], "tokens": (~pad).sum(1)})
 
     def weights(self, tokens: Int[Tensor, "B S"], state: Int[Tensor, "B S"],
@@ -143,11 +149,8 @@ class GiddObjective:
 
     def divergences(self, model: Network, hidden: Float[Tensor, "M d"], token: Int[Tensor, "M"], state: Int[Tensor, "M"],
                     time: Float[Tensor, "M"]) -> tuple[Float[Tensor, "M"], Float[Tensor, "M"]]:
-        """KL(q || p) and r - log r - 1, float64; the sum over the vocabulary in the precision of the head."""
+        """KL(q || p) and r - log r - 1 where p_uniform > 0, float64; the sum over the vocabulary in the precision of the head."""
         mix, root = self.process.at(time), torch.full_like(token, self.tree.size)
-        if not self.method.p_uniform:
-            nll = model.head.nll(hidden, root, token).double()
-            return mix.keep * nll, torch.zeros_like(nll)
         k = torch.log(mix.keep / mix.each)
 
         def sums(hidden: Tensor, root: Tensor, token: Tensor, state: Tensor, k: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from tdlm.process.flat import Hybrid, Uniform, corrupt, posterior
 from tdlm.process.flat_oracle import FlatWorld
 from tdlm.rng import Draws
 from tdlm.tree import Tree
-from tests.flat_worlds import Table, arbitrary, integrate, objective, ratios_from, softmax, to_raw, within_five_sigma
+from tests.flat_worlds import RawHead, Table, arbitrary, integrate, objective, ratios_from, softmax, to_raw, within_five_sigma
 from tests.worlds import distribution
 
 FLOAT = torch.float64
@@ -307,6 +307,24 @@ def test_sums_over_the_vocabulary_may_be_cut_in_parts(method, monkeypatch):
         answers.append((loss.train.detach(), loss.bound, *torch.autograd.grad(loss.train, raw)))
     for one, other in zip(*answers):
         assert torch.allclose(one, other, rtol=1e-12)
+
+
+def test_without_uniform_noise_a_head_that_makes_its_gradients_at_once_may_do_so():
+    """p_uniform = 0 is a weighted cross-entropy, whose logits a wide head need not keep; the loss is that of any other head."""
+    target, tokens, asked = objective(GiddMethod(p_uniform=0.0), 4), torch.arange(48).view(8, 6) % 4, []
+
+    class Fused(RawHead):
+        def weighted(self, hidden, parent, slot, share):
+            asked.append((parent, share))
+            nll = self.nll(hidden, parent, slot)
+            return (nll * share).sum(), nll.detach()
+
+    model, fused = (Table(arbitrary(4, 0)) for _ in range(2))
+    fused.head = Fused()
+    one, other = (target.loss(network, tokens, draws=Draws(0, 0, "fused", torch.arange(8))) for network in (model, fused))
+    assert torch.equal(one.train, other.train) and torch.equal(one.bound, other.bound) and one.bound.sum() > 0
+    ((parent, share),) = asked
+    assert (parent == target.tree.root).all() and (share > 0).all()
 
 
 @pytest.mark.parametrize("method", METHODS, ids=str)
