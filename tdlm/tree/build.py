@@ -346,9 +346,10 @@ def _meta(plan: _Plan, source: dict[str, Any], levels: list[dict[str, Any]]) -> 
         versions["tdlm"] = metadata.version("tdlm")
     except metadata.PackageNotFoundError:
         versions["tdlm"] = "source"
+    mass = {} if plan.max_mass is None else {"max_mass": plan.max_mass}
     return {"method": plan.method, "vectors": source, "seed": plan.seed, "order": plan.order, "complete": plan.complete,
             "iterations": plan.iterations, "max_depth": plan.max_depth, "without_vector": int((~plan.known).sum()),
             "bounds": {"exact": plan.method != "hdlm" and plan.complete, "min_ratio": plan.min_ratio,
-                       "max_ratio": plan.max_ratio, "height": plan.height, **({} if plan.max_mass is None else {"max_mass": plan.max_mass})},
+                       "max_ratio": plan.max_ratio, "height": plan.height, **mass},
             **({"exchange": {"window": plan.near.window, "rounds": plan.rounds}} if plan.near is not None else {}),
             "levels": levels, "versions": versions}
