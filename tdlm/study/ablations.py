@@ -45,8 +45,11 @@ def _joint(size: Size) -> list[Entry]:
 
 
 CORPUS: dict[str, dict[str, Any]] = {
-    "corpus": {}, "corpus-euclidean": {"metric": "euclidean"}, "corpus-wide": {"min_ratio": 0.5, "max_ratio": 2.0},
-    "corpus-hdlm": {"method": "hdlm"}, "random": {"method": "random"}, "frequency": {"method": "frequency"}}
+    "corpus": {}, "corpus-next": {"window": 1}, "corpus-pooled": {"sides": "pooled"}, "corpus-euclidean": {"metric": "euclidean"},
+    "corpus-wide": {"min_ratio": 0.5, "max_ratio": 2.0}, "corpus-spread": {"max_mass": 4.0},
+    "corpus-exchange": {"method": "exchange"}, "corpus-hdlm": {"method": "hdlm"}, "random": {"method": "random"},
+    "frequency": {"method": "frequency"}}
+"""How the corpus can be asked who is whose sibling (docs/tree.md), and the two controls that do not ask it."""
 
 
 def _tree_size(size: Size) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from typing import Any
 
 from ..config import RunConfig
 from ..data.prepare import prepare
+from ..data.store import TokenStore
 from ..device import choose_device
 from ..errors import ConfigError
 from ..files import write_json, write_text
@@ -51,8 +52,8 @@ def conduct(study: Study, out: Path, *, size: Size = "toy", data: Path | None = 
         raise ConfigError(f"the {size} study needs --data DIR: prepare your corpus with tdlm prepare")
     place = str(choose_device(device))
     if chosen:
-        say(summary(chosen, size, 258 if size == "toy" and data is None else None))
         data = _novels(out / "data", study.tokenizer, say) if data is None else data
+        say(summary(chosen, size, TokenStore(data).size))
     engine = Engine(size, out, data, entries, place, say, command, progress)
     for number, entry in enumerate(chosen, 1):
         engine.attempt(entry, f"{number}/{len(chosen)} ", trees_only)
@@ -80,6 +81,7 @@ def _collected(study: Study, engine: Engine, brought: list[Row], wishes: Wishes,
     if study.outcome is not None and (all_asked or not missing):
         try:
             outcome = dict(study.outcome(found))
+            engine.succeed("outcome")
         except Exception as error:
             engine.fail("outcome", error)
     _page(found, outcome.pop("markdown", ""))

@@ -57,7 +57,7 @@ class Engine:
             tree = None if entry.tree is None else self.tree(entry.tree)
             if not trees_only:
                 self.run(entry, tree, count)
-            (self.out / FAILED / f"{entry.name}.txt").unlink(missing_ok=True)
+            self.succeed(entry.name)
         except Exception as error:
             self.fail(entry.name, error)
         finally:
@@ -69,6 +69,9 @@ class Engine:
         self.failed[name] = f"{type(error).__name__}: {error}"
         write_text(note, traceback.format_exc())
         self.say(f"    {name} failed: {error}\n    the others go on; details: {note}")
+
+    def succeed(self, name: str) -> None:
+        (self.out / FAILED / f"{name}.txt").unlink(missing_ok=True)
 
     def run(self, entry: Entry, tree: Path | None, count: str) -> None:
         assert self.data is not None

@@ -103,6 +103,8 @@ def wish(entry: Entry, wishes: Wishes) -> Entry:
         name, equals, value = item.partition("=")
         if not equals:
             raise ConfigError(f"--set {item}: FIELD=VALUE is expected, for example --set train.batch=32")
+        if name == "train.lr" and (entry.rates or entry.rate_of):
+            raise ConfigError(f"{entry.name} finds its learning rate by trials; leave out --set {item}")
         if name == "train.steps" and value.isdigit() and int(value) > 0:
             config, minutes = replace(config, train=in_minutes(config.train, int(value) / 60, 1.0)), None
         else:

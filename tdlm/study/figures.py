@@ -56,6 +56,8 @@ def costs_figure(path: Path, rows: Sequence[Row]) -> Path | None:
                                    fmt=looks["marker"], color=looks["color"], markersize=6, capsize=3)
         for axis, name in ((by_time, "minutes of training"), (by_tokens, "million token positions"), (by_memory, "memory, GiB")):
             finish(axis, name)
+        for axis in (by_time, by_tokens):
+            axis.set_xlim(left=0)
         by_time.set_title("validation bound, nats per token", loc="left", color=FILE.muted, fontsize=10)
         figure.legend(loc="outside right center", frameon=False, fontsize=8)
 

@@ -18,7 +18,7 @@ from ..tree.tree import Tree
 from .entry import Entry, Size, Study, Wishes
 
 SHOWN = ("H200", "A100", "RTX 3090")
-CORE = 8e9
+CORE = 1.8e10
 """FLOP/s of one CPU core with networks of this size (docs/studies.md)."""
 VOCABULARY = 50_258
 

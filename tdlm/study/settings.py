@@ -27,7 +27,7 @@ from .entry import Entry, Size, TreeOptions
 
 TOY = RunConfig("toy", TreeMethod(), DataConfig(length=32, layout="packed"), BackboneConfig(2, 64, 2, "none"),
                 TrainConfig(steps=400, batch=64, lr=4e-3, warmup=20, weight_decay=0.1, dtype="float32", log_every=50,
-                            valid_every=400, save_every=400, valid_documents=64))
+                            valid_every=80, save_every=400, valid_documents=64))
 """Two narrow blocks and a few hundred steps: shows that everything works together, not what is better."""
 
 BUDGET = RunConfig("budget", TreeMethod(), DataConfig(length=512, layout="packed"), BackboneConfig(8, 512, 8, "time"),

@@ -38,7 +38,7 @@ OWN = {  # files and words that only this study makes
     "level-weights": (("level-weights-raw.svg",), ("exponential-0.3", "linear-0.5", "gamma")),
     "weight-schedules": (("weight-schedules.svg",), ("exponential 0.3", "| 15 |")),
     "joint": ((), ("K2-L8", "K4-L2")),
-    "trees": ((), ("corpus-euclidean", "random", "frequency", "vectors-mine")),
+    "trees": ((), ("corpus-exchange", "random", "frequency", "vectors-mine")),
     "step-allocation": (("texts/tdlm-4-28.json", "texts/tdlm-28-4.json"), ("| 16 / 16 |", "entropy, nats", "human text")),
     "sample-sheets": (("texts/tdlm-64-steps.json",), ("## tdlm, 32 steps", "Sample 1:", "None was left out")),
     "picture": (("picture-tdlm-tree.svg", "picture-tdlm-trace.svg"), ("from coarse to fine",))}
@@ -242,6 +242,8 @@ def test_mistakes_are_named(text: Path, tmp_path: Path) -> None:
                           (Wishes(settings=("train.lrr=1",)), "no setting 'lrr'")):
         with pytest.raises(ConfigError, match=words):
             go("joint", tmp_path, text, wishes=wishes)
+    with pytest.raises(ConfigError, match="mdlm finds its learning rate by trials"):
+        go("equal-cost", tmp_path, text, wishes=Wishes(settings=("train.lr=1e-3",)))
     with pytest.raises(ConfigError, match="--minutes must lie"):
         go("equal-cost", tmp_path, text, wishes=Wishes(minutes=0.0))
     with pytest.raises(ConfigError, match="vectors-x"):
