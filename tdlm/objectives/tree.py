@@ -105,8 +105,8 @@ class TreeObjective:
         self.num_states, self.levels = tree.nodes, tree.height
         weights = level_weights(method.level_weights, method.level_gamma, tree.height)
         self.level_weights = weights.to(tree.ancestor.device)
-        if isinstance(self.process, Cascade):
-            self.process.edges(tree.height)  # thresholds must fit this tree: say so now, not at the first step
+        # a process that does not fit this tree says so now, not at the first step
+        self.process.occupancy(torch.zeros(1, dtype=torch.float64, device="cpu"), tree.height)
 
     def with_pad(self, pad: Pad) -> TreeObjective:
         """The same objective under another PAD mode (evaluation may ask for any; training for those of the method)."""
