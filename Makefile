@@ -27,7 +27,7 @@ demo: $(VENV)/.ready-demo
 	@$(PY) -m tdlm demo --minutes $(MINUTES) --out $(DEMO)
 
 test: $(VENV)/.ready-test
-	@$(PY) -m pytest -q -n $(JOBS) --durations=5
+	@$(PY) -m pytest -q -n $(JOBS) --dist worksteal --durations=5
 
 test-slow: $(VENV)/.ready-test
 	@$(PY) -m pytest -q -m slow --durations=5
