@@ -7,9 +7,10 @@ diffusion.
 """
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -87,6 +88,21 @@ class Method(Protocol):
 
     def objective(self, tree: Tree, pad_id: int | None) -> Objective:
         ...
+
+
+@runtime_checkable
+class _Padded(Protocol):
+    pad: Pad
+
+
+_Some = TypeVar("_Some", bound=_Padded)
+
+
+def in_pad_mode(objective: _Some, pad: Pad) -> _Some:
+    """The same objective under another PAD mode (evaluation may ask for any; training for those of the method)."""
+    other = copy.copy(objective)
+    other.pad = pad
+    return other
 
 
 def is_pad(tokens: Tensor, pad_id: int | None) -> Tensor:

@@ -43,7 +43,7 @@ from ..rng import Draws
 from ..sample import Sampled
 from ..sample.flat import Correction, Posterior, generate_flat
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler
+from .base import Estimator, Loss, Pad, by_row, choose_sampler, in_pad_mode
 from .jumps import draw_noisy, roles
 from .wide import in_parts
 
@@ -95,9 +95,7 @@ class GiddObjective:
         self.num_states = tree.nodes
 
     def with_pad(self, pad: Pad) -> GiddObjective:
-        other = GiddObjective(self.method, self.tree, self.pad_id)
-        other.pad = pad
-        return other
+        return in_pad_mode(self, pad)
 
     @property
     def is_bound(self) -> bool:

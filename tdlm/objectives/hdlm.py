@@ -47,7 +47,7 @@ from ..registry import register
 from ..rng import Draws
 from ..sample import Sampled, generate
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler, is_pad
+from .base import Estimator, Loss, Pad, by_row, choose_sampler, in_pad_mode, is_pad
 from .tree import SAMPLERS
 
 
@@ -116,9 +116,7 @@ class HdlmObjective:
         return self.pad != "drop"
 
     def with_pad(self, pad: Pad) -> HdlmObjective:
-        other = HdlmObjective(self.method, self.tree, self.pad_id)
-        other.pad = pad
-        return other
+        return in_pad_mode(self, pad)
 
     def estimators(self, model: Network) -> dict[str, Estimator]:
         return {"sampled": self.loss}

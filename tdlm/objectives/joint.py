@@ -45,7 +45,7 @@ from ..sample import Choice
 from ..sample.draw import invert
 from ..sample.walk import View, in_units
 from ..tree.tree import Tree
-from .base import Pad, is_pad
+from .base import is_pad
 from .tree import Terms, TreeMethod, TreeObjective
 
 
@@ -122,15 +122,10 @@ class JointObjective(TreeObjective):
     def __init__(self, method: JointMethod, tree: Tree, pad_id: int | None):
         super().__init__(method.as_tree(), tree, pad_id)
         combinations(tree.branching, method.neighbourhood)
-        self.joint, self.length = method, method.neighbourhood
+        self.length = method.neighbourhood
         self.unit = self.length if method.mode == "unit" else 1
         self.reader = neighbours = Neighbours(tree, self.length, self.unit)
         self.own = neighbours.own
-
-    def with_pad(self, pad: Pad) -> JointObjective:
-        other = JointObjective(self.joint, self.tree, self.pad_id)
-        other.pad = pad
-        return other
 
     def terms(self, model: Network, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment) -> Terms:
         head = cast(JointHead, model.head)

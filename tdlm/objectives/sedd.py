@@ -49,7 +49,7 @@ from ..sample import Sampled
 from ..sample.flat import generate_flat
 from ..sample.score import AbsorbScore, UniformScore, raw_scores
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler
+from .base import Estimator, Loss, Pad, by_row, choose_sampler, in_pad_mode
 from .jumps import draw_noisy, roles
 from .wide import in_parts
 
@@ -95,9 +95,7 @@ class SeddObjective:
         self.num_states = tree.nodes
 
     def with_pad(self, pad: Pad) -> SeddObjective:
-        other = SeddObjective(self.method, self.tree, self.pad_id)
-        other.pad = pad
-        return other
+        return in_pad_mode(self, pad)
 
     @property
     def is_bound(self) -> bool:

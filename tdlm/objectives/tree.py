@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -34,7 +34,7 @@ from ..rng import Draws
 from ..sample import Sampled, confidence, first_hitting, generate
 from ..sample.walk import Alone, Reader, from_units, in_units
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler, everywhere, is_pad
+from .base import Estimator, Loss, Pad, by_row, choose_sampler, everywhere, in_pad_mode, is_pad
 
 
 def level_weights(kind: str, gamma: float, height: int) -> Float[Tensor, "H"]:
@@ -109,10 +109,7 @@ class TreeObjective:
         self.process.occupancy(torch.zeros(1, dtype=torch.float64, device="cpu"), tree.height)
 
     def with_pad(self, pad: Pad) -> TreeObjective:
-        """The same objective under another PAD mode (evaluation may ask for any; training for those of the method)."""
-        other = TreeObjective(replace(self.method), self.tree, self.pad_id)
-        other.pad = pad
-        return other
+        return in_pad_mode(self, pad)
 
     @property
     def is_bound(self) -> bool:
