@@ -50,40 +50,52 @@ class Reading:
                               "name a judge: --judge smollm2")
         return USUAL
 
+    @property
+    def label(self) -> str:
+        """Who judges, as results may say it: a run of this package by its folder's name."""
+        return f"run {Path(self.spec).resolve().name}" if self.is_run else self.spec
+
+    @property
+    def is_run(self) -> bool:
+        return (Path(self.spec) / folder.CONFIG).is_file() and (Path(self.spec) / folder.METRICS).is_file()
+
     @cached_property
     def judge(self) -> Judge:
-        if (Path(self.spec) / folder.CONFIG).is_file() and (Path(self.spec) / folder.METRICS).is_file():
+        if self.is_run:
             return run_judge(open_run(self.spec, self.found.device))
         return load_judge(self.spec, device=self.found.device)
 
     def draw(self, row: Row, request: Request) -> dict[str, Any]:
         """The samples of a run for a request, kept in OUT/texts."""
-        way = "-".join(map(str, request.per_level)) if request.per_level else f"{request.steps}-steps"
-        path = self.found.out / "texts" / f"{row.name}-{way}.json"
+        path = self.place(row, request)
         asked = {**json.loads(json.dumps(asdict(request))), "step": (row.run.headline or {}).get("step")}
         kept = _read(path)
         if kept.get("asked") != asked:
             run = open_run(row.run.folder, self.found.device)
-            self.found.say(f"{row.name}: {request.count} samples, {way.replace('-', ' ')}")
-            kept = {"asked": asked, "path": str(path), **sample_run(run, request, say=lambda line: None, keep=False)}
+            self.found.say(f"{request.count} samples: {path.stem}")
+            kept = {"asked": asked, **sample_run(run, request, say=lambda line: None, keep=False)}
             write_json(path, kept)
-        return {**kept, "path": str(path)}
+        return kept
+
+    def place(self, row: Row, request: Request) -> Path:
+        way = "-".join(map(str, request.per_level)) if request.per_level else f"{request.steps}-steps"
+        return self.found.out / "texts" / f"{row.name}-{way}.json"
 
     def quality(self, row: Row, request: Request) -> dict[str, Any]:
         """The samples' measures beside those of human text, as `tdlm quality` writes them."""
         drawn = self.draw(row, request)
         read = drawn.get("read") or {}
-        if read.get("spec") != self.spec:
+        if read.get("asked_of") != self.label:
             with counter("judge samples") as progress:
                 samples, _ = judge_texts(self.judge, [sample["text"] for sample in drawn["samples"]],
                                          max_length=self.longest, progress=progress)
-            read = {"spec": self.spec, "samples": samples, "human": self._human(row, request), "judge": self.judge.to_json(),
+            read = {"asked_of": self.label, "samples": samples, "human": self._human(row, request), "judge": self.judge.to_json(),
                     "max_length": self.longest, "step": drawn["asked"]["step"],
                     "text_path": "decoded without PAD, EOS and BOS, encoded again by the judge; counted in its tokens",
                     "human_text": "the first rows of the validation split, as evaluation cuts them; none chosen",
                     "settings": {"dtype": "network float32, draws float64", **drawn["settings"],
                                  "evaluations": drawn["evaluations"]["mean"]}}
-            write_json(Path(drawn["path"]), {**drawn, "read": read})
+            write_json(self.place(row, request), {**drawn, "read": read})
         return read
 
     longest = 512

@@ -17,12 +17,13 @@ from ..model.head import Shared, Tied
 from ..objectives.ar import Autoregressive
 from ..objectives.gidd import GiddMethod
 from ..objectives.hdlm import HdlmMethod
+from ..objectives.joint import JointMethod
 from ..objectives.mdlm import MdlmMethod
 from ..objectives.tree import TreeMethod
 from ..process import Cascade, Overlapping
 from ..recipes import BASE, SMALL, recipe
 from .entry import Entry, Size, Study
-from .settings import BASES, BUDGET, METHODS, MINUTES, SLOW, TOY, short_toy, told
+from .settings import BUDGET, METHODS, MINUTES, SLOW, TOY, short_toy, told
 from .texts import generated
 
 K17 = {"branching": 17, "height": 2}
@@ -37,7 +38,10 @@ def _rivals(size: Size) -> list[Entry]:
     for name, (method, tree, what) in METHODS.items():
         config = replace(base, name=f"{size}-{name}", method=method, backbone=told(base, what))
         config = short_toy(config, SLOW.get(name, TOY.train.steps)) if size == "toy" else config
-        found.append(Entry(name, config, options if tree else None, minutes))
+        shape = options if tree else None
+        if name == "joint" and size != "toy":  # 512^2 combinations would be most of the network
+            config, shape = replace(config, method=JointMethod(neighbourhood=8)), {"branching": 2}
+        found.append(Entry(name, config, shape, minutes))
     return found
 
 
@@ -120,5 +124,3 @@ def _small_base(size: Size) -> list[Entry]:
 SMALL_BASE = Study(
     "small-base", "The paper's table: validation and generative perplexity of all systems at two sizes.", _small_base, generated,
     needs="a judge (pip install 'tdlm[hf]'; at toy size the study's own left-to-right run reads the samples)")
-
-__all__ = ["BASES", "EQUAL_COST", "RIVALS", "SMALL_BASE"]

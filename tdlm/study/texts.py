@@ -19,7 +19,7 @@ from ..report.text import fixed, plus_minus
 from ..verbs.sample import Request
 from .collect import Collection, Row, grid
 from .entry import Entry, Size, Study
-from .reading import Reading, is_judge
+from .reading import Reading
 from .settings import BUDGET, TOY, minutes_of, told
 from .trace import way_down
 
@@ -143,5 +143,3 @@ STEP_ALLOCATION = _study(
     step_allocation, "; a judge (pip install 'tdlm[hf]'; at toy size the study trains one)")
 SAMPLE_SHEETS = _study("sample-sheets", "Samples as they come, at two numbers of steps, from fixed seeds.", _one, sample_sheets)
 PICTURE = _study("picture", "The tree as a map, and how one text is made from coarse to fine.", _one, picture)
-
-__all__ = ["PICTURE", "SAMPLE_SHEETS", "STEP_ALLOCATION", "generated", "is_judge"]
