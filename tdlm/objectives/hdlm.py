@@ -20,9 +20,10 @@ is exact for any gamma and xi; `train` clips both weights to [lower, upper]: (0,
 `scratch` is HDLM as a method of this package: embeddings start at random as everywhere, there is one head, and PAD is
 treated as in the other methods. `faithful` inherits the original's training loss, a mean over real tokens in which PAD
 has no term (so a `count` bound of such a network is poor: compare by `given-length`). It is the mean of each micro-batch, so
-where rows hold PAD this loss alone depends on how a batch is cut into micro-batches. In neither are reproduced: embeddings taken from a trained GIDD and cluster centroids, the second head, the attention mask over PAD (which its own
-sampling lacks), rows of the forward process that do not sum to one and the likelihood at xi < 1 that is not a bound, the
-mask weight that is right at gamma = 1 and 2 only, floored denominators, an argmax for what is left at t = 0.
+where rows hold PAD this loss alone depends on how a batch is cut into micro-batches. In neither are reproduced: embeddings
+taken from a trained GIDD and cluster centroids, the second head, the attention mask over PAD (which its own sampling
+lacks), rows of the forward process that do not sum to one and the likelihood at xi < 1 that is not a bound, the mask weight
+that is right at gamma = 1 and 2 only, floored denominators, an argmax for what is left at t = 0.
 
 Samplers: those of the tree method, on the exact reverse; `hdlm` is the original's default step, one level at a time with
 marginal-preserving probabilities, which takes every cluster for the token's own, also at xi < 1.
