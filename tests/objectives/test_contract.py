@@ -86,6 +86,18 @@ def test_shapes_parts_and_gradients(kind):
 
 
 @pytest.mark.parametrize("kind", METHODS)
+def test_a_batch_may_be_cut_into_micro_batches(kind):
+    """Rows that are scored in passes, or on other ranks, have the numbers that they have together."""
+    assembly, tokens = build(kind), rows()
+    whole = assembly.objective.loss(assembly.model, tokens, draws=draws())
+    parts = [assembly.objective.loss(assembly.model, tokens[half], draws=draws().part(half))
+             for half in (slice(0, ROWS // 2), slice(ROWS // 2, ROWS))]
+    torch.testing.assert_close(torch.cat([part.bound for part in parts]), whole.bound, rtol=1e-5, atol=1e-5)
+    train = torch.stack([part.train.detach().double() for part in parts]).mean()
+    torch.testing.assert_close(train, whole.train.detach().double(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("kind", METHODS)
 def test_every_estimator_estimates_the_same_number(kind):
     assembly = build(kind)
     tokens = rows(2)[1:].expand(3000, -1)
