@@ -42,6 +42,8 @@ def import_gidd(path_or_hub: str | Path, *, tokens: int | None = None, heads: in
 def config_of(held: Imported, p_uniform: float | None) -> RunConfig:
     """The method, backbone and rows that a checkpoint was trained with (its training settings are not in it)."""
     if held.family == "mdlm":
+        if p_uniform is not None:
+            raise RunError(f"{held.name} is an MDLM, which has no uniform noise; leave out --p-uniform")
         method, layout = KINDS["mdlm"](), "packed"
     else:
         share = held.settings.get("p_uniform") if p_uniform is None else p_uniform

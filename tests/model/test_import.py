@@ -144,6 +144,13 @@ def test_mdlm_becomes_a_run(tmp_path: Path) -> None:
     assert bool((drawn.tokens != BYTES.pad_id).all())
 
 
+def test_mdlm_has_no_uniform_noise_to_be_told(tmp_path: Path) -> None:
+    write_mdlm(tmp_path / "mdlm.safetensors", BACKBONE, known=V - 1)
+    with pytest.raises(RunError, match="leave out --p-uniform"):
+        import_run(tmp_path / "mdlm.safetensors", tmp_path / "run", tokenizer="bytes", p_uniform=0.1)
+    assert not (tmp_path / "run").exists()
+
+
 def test_it_is_not_continued_but_another_run_begins_with_it(folder: Path, tmp_path: Path) -> None:
     import_run(folder, tmp_path / "imported", command="tdlm import")
     (tmp_path / "text.jsonl").write_text('{"text": "a few words to train on"}\n' * 40)
