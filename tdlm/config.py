@@ -6,7 +6,9 @@ weights), `RunConfig.backbone` one registered by a transformer; their types are 
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -132,27 +134,45 @@ def override(config: RunConfig, path: str, text: str) -> RunConfig:
 
     A registered part is named by its kind (`--set method.head=tied`), then its own fields can be set.
     """
-    return _replace(config, path.split("."), text, path)
+    return overrides(config, [(path, text)])
 
 
-def _replace(value: Any, parts: list[str], text: str, path: str) -> Any:
+def overrides(config: RunConfig, settings: Iterable[tuple[str, str]]) -> RunConfig:
+    """Several fields at once: neighbours that must fit together (width and heads) may be named in any order."""
+    return _replace(config, [(path.split("."), text, path) for path, text in settings])
+
+
+def _replace(value: Any, settings: list[tuple[list[str], str, str]]) -> Any:
+    """Each setting is the way that is left to it, what was typed, and the whole way for messages."""
     if not dataclasses.is_dataclass(value):
+        parts, _, path = settings[0]
         raise ConfigError(f"--set {path}: {parts[0]!r} lies below a plain value")
     names = [item.name for item in dataclasses.fields(value)]
-    if parts[0] not in names:
-        raise ConfigError(f"--set {path}: no setting {parts[0]!r}{suggest(parts[0], names)}")
-    old = getattr(value, parts[0])
-    if len(parts) > 1:
-        new = _replace(old, parts[1:], text, path)
-    elif hasattr(type(old), "kind"):
-        new = from_json(Any, {"kind": text}, f"--set {path}")
-        role = getattr(type(old), "role", None)
-        if getattr(type(new), "role", None) != role:
-            fitting = [kind for kind, cls in KINDS.items() if getattr(cls, "role", None) == role]
-            raise ConfigError(f"--set {path}: {text!r} is no {role}{suggest(text, fitting)}")
-    else:
-        new = _parse(typing.get_type_hints(type(value))[parts[0]], text, f"--set {path}")
-    return dataclasses.replace(typing.cast(Any, value), **{parts[0]: new})
+    changed: dict[str, Any] = {}
+    # a run of settings below the same field, then the field itself, and so on: a part that is named anew begins anew
+    for (name, below), group in itertools.groupby(sorted(settings, key=lambda item: item[0][0]),
+                                                  key=lambda item: (item[0][0], len(item[0]) > 1)):
+        run = list(group)
+        if name not in names:
+            raise ConfigError(f"--set {run[0][2]}: no setting {name!r}{suggest(name, names)}")
+        old = changed.get(name, getattr(value, name))
+        if below:
+            changed[name] = _replace(old, [(parts[1:], text, path) for parts, text, path in run])
+            continue
+        for _, text, path in run:
+            changed[name] = _named(old, text, path) if hasattr(type(old), "kind") else \
+                _parse(typing.get_type_hints(type(value))[name], text, f"--set {path}")
+    return dataclasses.replace(typing.cast(Any, value), **changed)
+
+
+def _named(old: Any, text: str, path: str) -> Any:
+    """Another part in the place of `old`: it must play the same role."""
+    new = from_json(Any, {"kind": text}, f"--set {path}")
+    role = getattr(type(old), "role", None)
+    if getattr(type(new), "role", None) != role:
+        fitting = [kind for kind, cls in KINDS.items() if getattr(cls, "role", None) == role]
+        raise ConfigError(f"--set {path}: {text!r} is no {role}{suggest(text, fitting)}")
+    return new
 
 
 def _parse(expected: Any, text: str, where: str) -> Any:

@@ -178,7 +178,7 @@ class Train:
     def config(self) -> Any:
         from dataclasses import replace
 
-        from ..config import override
+        from ..config import overrides
         from ..recipes import recipe
 
         import_plugins(self.plugin)
@@ -189,12 +189,13 @@ class Train:
             warmup = config.train.warmup if config.train.warmup <= self.steps // 2 else self.steps // 10
             config = replace(config, train=replace(config.train, steps=self.steps, warmup=warmup))
         shorts = [f"train.{name}={value}" for name, value in (("batch", self.batch), ("seed", self.seed)) if value is not None]
+        settings = []
         for item in [*shorts, *self.set]:
             name, equals, value = item.partition("=")
             if not equals:
                 raise ConfigError(f"--set {item}: FIELD=VALUE is expected, for example --set train.lr=3e-4")
-            config = override(config, name, value)
-        return config
+            settings.append((name, value))
+        return overrides(config, settings)
 
     def run(self) -> dict[str, Any]:
         config = self.config()

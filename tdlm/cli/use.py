@@ -163,7 +163,7 @@ class Sample:
     infill: Text = None
     """Text with a gap marked by ___ (three underscores), for example: "It was ___ night." """
     gap: Whole = None
-    """Tokens per gap (default: what is left of the length, shared equally)."""
+    """Tokens per gap (default: 12, or what is left of the length, shared equally)."""
     length: Whole = None
     """Tokens per sample (default: as in training)."""
     steps: Whole = None
@@ -173,7 +173,7 @@ class Sample:
     times: Annotated[tuple[float, ...] | None, arg(metavar="T", help_behavior_hint="")] = None
     """Any grid of times from 1 to 0 instead of steps."""
     sampler: Text = None
-    """How to draw: ancestral (default) or another sampler of the method (docs/sampling.md)."""
+    """How to draw: a sampler of the method by name (docs/sampling.md, docs/rivals.md; default: the method's first)."""
     temperature: float = 1.0
     top_p: float = 1.0
     min_p: float = 0.0

@@ -24,16 +24,25 @@ FREE = frozenset(("train.micro_batch", "train.memory", "train.log_every", "train
 
 @contextlib.contextmanager
 def hold(out: Path) -> Iterator[Path]:
-    """The run folder with its lock held; a folder with other people's files in it is refused."""
+    """The run folder with its lock held; a folder with other people's files in it is refused. One that was made here and
+    that nothing was put into is taken away again."""
     with contextlib.ExitStack() as stack:
         try:
             refuse_foreign(out)
-            out.mkdir(parents=True, exist_ok=True)
+            if not out.exists():
+                out.mkdir(parents=True, exist_ok=True)
+                stack.callback(_remove_empty, out)
             stack.enter_context(lock(out / LOCK, f"the run {out}"))
         except OSError as error:
             raise RunError(f"cannot write the run folder {out} ({error.strerror or error}); "
                            "choose another --out") from None
         yield out
+
+
+def _remove_empty(out: Path) -> None:
+    if [path.name for path in out.iterdir()] == [LOCK]:
+        (out / LOCK).unlink()
+        out.rmdir()
 
 
 def refuse_foreign(out: Path) -> None:

@@ -1,6 +1,7 @@
 """Whatever is typed wrongly ends with one line that says what, exit code 2, and nothing half-written on the disk."""
 from __future__ import annotations
 
+import itertools
 import json
 import shlex
 import shutil
@@ -91,6 +92,7 @@ MISTAKES = [
     (TRAIN + "--device toaster", "unknown device 'toaster'"),
     (TRAIN + "--plugin nosuch", "--plugin nosuch: no such module"),
     (TRAIN + "--set train.micro_batch=7", "must divide train.batch=32, got 7"),
+    (TRAIN + "--set method.process=overlapping --set backbone.conditioning=level", "needs a process with one level at a time"),
     ("train demo --data data --tree other.tree --out new", "built for tokenizer"),
     (TRAIN + "--compile maybe", "invalid choice 'maybe'"),
     ("train demo --data data --tree gone --out new", "no tree file gone"),
@@ -160,6 +162,15 @@ def test_one_line_and_nothing_written(world: Path, tdlm: Tdlm, typed: str, says:
     finally:
         for name in ("new", "new.partial"):
             shutil.rmtree(world / name, ignore_errors=True)
+
+
+@pytest.mark.parametrize("order", [*itertools.permutations(("heads=2", "width=48", "blocks=1"))], ids=" ".join)
+def test_settings_that_belong_together_in_any_order(world: Path, tdlm: Tdlm, order: tuple[str, ...]):
+    """12 heads do not go with width 48, and neither half of the change stands alone: only what comes out is judged."""
+    settings = [word for setting in order for word in ("--set", f"backbone.{setting}")]
+    done = tdlm("train", "mdlm-small", "--dry-run", "--json", *settings)
+    assert done.code == 0, done.err
+    assert {"heads": 2, "width": 48, "blocks": 1}.items() <= json.loads(done.out)["config"]["backbone"].items()
 
 
 @pytest.mark.parametrize("name, content, says", [
