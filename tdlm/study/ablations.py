@@ -22,7 +22,7 @@ RATIOS = ((0.9, 1.1), (0.8, 1.2), (0.7, 1.3), (0.6, 1.4), (0.5, 1.5))
 
 
 def _branching(size: Size) -> list[Entry]:
-    return [ablation(size, f"{method}-{k}", TreeMethod(), {"branching": k, "method": method}, {"tree": method, "K": k})
+    return [ablation(size, f"{method}-{k}", TreeMethod(), {"branching": k, "method": method}, {"clustering": method, "K": k})
             for method in ("hdlm", "kmeans") for k in BRANCHINGS[size] if size != "toy" or method == "kmeans" or k <= 4]
 
 
@@ -57,13 +57,13 @@ def _tree_size(size: Size) -> dict[str, Any]:
 
 
 def _trees(size: Size) -> list[Entry]:
-    return [ablation(size, name, TreeMethod(), {**_tree_size(size), **options}, {"tree": name})
+    return [ablation(size, name, TreeMethod(), {**_tree_size(size), **options}, {})
             for name, options in CORPUS.items()]
 
 
 def _other_vectors(size: Size, vectors: str) -> Entry:
     name = vectors_name(vectors)
-    return ablation(size, name, TreeMethod(), {**_tree_size(size), "vectors": vectors}, {"tree": name})
+    return ablation(size, name, TreeMethod(), {**_tree_size(size), "vectors": vectors}, {})
 
 
 def _per_level(size: Size) -> list[Entry]:

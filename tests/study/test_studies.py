@@ -32,7 +32,7 @@ from tests.study.conftest import SMALL, TINY
 OWN = {  # files and words that only this study makes
     "equal-cost": (("equal-cost-cost.svg",), ("tuning, minutes", "| V |", "| 64 |")),
     "small-base": (("texts/ar-base-16-steps.json",), ("## Generated text", "human text", "Judge run ar-base")),
-    "branching": (("branching-stacked.svg", "branching-raw.svg"), ("hdlm-4", "kmeans-64", "level 0 (leaf)")),
+    "branching": (("branching-stacked.svg", "branching-raw.svg"), ("| clustering |", "hdlm-4", "kmeans-64", "level 0 (leaf)")),
     "size-ratio": (("size-ratio-cost.svg",), ("min ratio", "0.5")),
     "bounds-per-level": (("bounds-per-level-stacked.svg",), ("level 8", "kmeans-2")),
     "level-weights": (("level-weights-raw.svg",), ("exponential-0.3", "linear-0.5", "gamma")),
