@@ -16,6 +16,9 @@ from torch import Tensor
 from ..errors import ConfigError
 from ..registry import register
 
+STEEPEST = 16.0
+"""The least local time that is drawn, 1e-19 in a batch of a thousand, to this power is still a number."""
+
 
 @runtime_checkable
 class Schedule(Protocol):
@@ -75,8 +78,8 @@ class Polynomial:
     role = "schedule"
 
     def __post_init__(self) -> None:
-        if not self.power > 0:
-            raise ConfigError(f"polynomial.power must be positive, got {self.power}")
+        if not 0 < self.power <= STEEPEST:
+            raise ConfigError(f"polynomial.power must lie in (0, {STEEPEST:g}], got {self.power}: above, 1 - alpha underflows early in a level")
 
     def moved(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         return u**self.power

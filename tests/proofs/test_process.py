@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tdlm.errors import ConfigError
 from tdlm.process import Cascade, Cosine, Linear, Overlapping, Polynomial, corrupt, draw_heights
 from tdlm.process.oracle import Chain, alpha, legendre, rate_times_occupancy
 from tests.worlds import distribution, processes, trees
@@ -142,6 +143,15 @@ def test_schedules_state_their_own_derivative_and_ends(schedule):
     assert float(ends[0]) == 0.0 and float(ends[1]) == pytest.approx(1.0, abs=1e-15)
     tiny = torch.tensor([1e-12], dtype=FLOAT)
     assert float(schedule.moved(tiny)) > 0, "1 - alpha must survive cancellation"
+
+
+def test_the_steepest_schedule_has_a_weight_at_the_earliest_time_that_can_be_drawn():
+    least = torch.tensor([2.0**-54 / 1024], dtype=FLOAT)
+    weight = Cascade(Polynomial(16.0)).moment(least, 1).weight
+    assert float(weight * least) == pytest.approx(16.0), "power / u"
+    for power in (0.0, 17.0, math.nan):
+        with pytest.raises(ConfigError, match="polynomial.power must lie in"):
+            Polynomial(power)
 
 
 @pytest.mark.parametrize("process", [Cascade(), Cascade(Cosine()), Overlapping()])
