@@ -125,6 +125,7 @@ class LevelHead(_Head):
 
     def __init__(self, tree: Tree, width: int):
         super().__init__(tree)
+        self.cheap = False  # how many positions each level has must be known anyway
         self.outputs = nn.ModuleList(zeroed(nn.Linear(width, tree.branching)) for _ in range(tree.height))
         self.register_buffer("level", (tree.node_height() - 1).clamp(min=0), persistent=False)
 

@@ -79,7 +79,8 @@ class Polynomial:
 
     def __post_init__(self) -> None:
         if not 0 < self.power <= STEEPEST:
-            raise ConfigError(f"polynomial.power must lie in (0, {STEEPEST:g}], got {self.power}: above, 1 - alpha underflows early in a level")
+            raise ConfigError(f"polynomial.power must lie in (0, {STEEPEST:g}], got {self.power}: above, 1 - alpha "
+                              "underflows early in a level")
 
     def moved(self, u: Float[Tensor, "*batch"]) -> Float[Tensor, "*batch"]:
         return u**self.power

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch.nn import functional as F
 
 from tdlm.model.dense import Dense
-from tdlm.model.head import Shared, Tied, takes_all, weighted_nll
+from tdlm.model.head import PerLevel, Shared, Tied, takes_all, weighted_nll
 from tdlm.model.kernels import grouped, linear_ce
 from tdlm.model.kernels.grouped import Groups, grouped_nll
 from tdlm.model.kernels.linear_ce import linear_cross_entropy
@@ -126,6 +126,7 @@ def test_only_a_cheap_head_on_a_gpu_takes_all_positions():
     parent, slot = torch.tensor([0, 3, tree.root]), torch.tensor([0, 0, 1])
     nll = Shared().build(tree, torch.nn.Embedding(8, 4), None).nll(torch.randn(3, 4), parent, slot)
     assert nll[:2].tolist() == [0.0, 0.0] and head.cheap
+    assert not PerLevel().build(tree, torch.nn.Embedding(8, 4), None).cheap, "it waits for the count of each level's positions"
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64])

@@ -150,7 +150,7 @@ def test_the_steepest_schedule_has_a_weight_at_the_earliest_time_that_can_be_dra
     weight = Cascade(Polynomial(16.0)).moment(least, 1).weight
     assert float(weight * least) == pytest.approx(16.0), "power / u"
     for power in (0.0, 17.0, math.nan):
-        with pytest.raises(ConfigError, match="polynomial.power must lie in"):
+        with pytest.raises(ConfigError, match="power must lie in"):
             Polynomial(power)
 
 
