@@ -72,8 +72,8 @@ def in_minutes(settings: TrainConfig, minutes: float, seconds: float) -> TrainCo
     steps = max(1, round(60 * minutes / seconds))
     share = steps / settings.steps
     return replace(settings, steps=steps, warmup=min(steps, round(settings.warmup * share)),
-                   valid_every=max(1, round(settings.valid_every * share)),
-                   save_every=max(1, round(settings.save_every * share)))
+                   valid_every=max(1, math.ceil(settings.valid_every * share)),
+                   save_every=max(1, math.ceil(settings.save_every * share)))
 
 
 def _trainer(config: RunConfig, data: Path, tree: Path | None, device: torch.device) -> tuple[Trainer, TrainRows]:

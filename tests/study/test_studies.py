@@ -189,6 +189,7 @@ def test_in_minutes_by_hand() -> None:
     fitted = in_minutes(settings, 2.0, 0.03)
     assert (fitted.steps, fitted.warmup, fitted.valid_every, fitted.save_every) == (4000, 200, 400, 2000)
     assert in_minutes(settings, 1e-9, 1.0).steps == 1
+    assert in_minutes(settings, 19.7 / 6, 1.0).valid_every == 20, "no validation just before the last one"
     before = torch.get_num_threads()
     with Pace(0.5, 1).kept() as seconds:
         assert seconds == 0.5 and torch.get_num_threads() == 1
