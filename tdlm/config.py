@@ -5,6 +5,7 @@ weights), `RunConfig.backbone` one registered by a transformer; their types are 
 """
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import typing
@@ -183,14 +184,10 @@ def _parse(expected: Any, text: str, where: str) -> Any:
         candidates.append(None)
     if lowered in ("true", "false"):
         candidates.append(lowered == "true")
-    for kind in (int, float):
-        try:
-            candidates.append(kind(text.replace("_", "")))
-        except ValueError:
-            continue
-    if "," in text:
-        candidates.append([float(item) if "." in item or "e" in item.lower() else int(item)
-                           for item in text.strip("()[] ").split(",") if _is_number(item)])
+    candidates += _numbers(text.replace("_", ""))
+    parts = [_numbers(item)[:1] for item in text.strip("()[] ").split(",") if item.strip()]
+    if parts and all(parts):  # one number is a list of one, where a list is wanted
+        candidates.append([part[0] for part in parts])
     candidates.append(text)
     failure = None
     for candidate in candidates:
@@ -201,9 +198,10 @@ def _parse(expected: Any, text: str, where: str) -> Any:
     raise failure or ConfigError(f"{where}: cannot read {text!r}")
 
 
-def _is_number(text: str) -> bool:
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+def _numbers(text: str) -> list[int | float]:
+    """What the text says as a whole number and as a number, where it says one."""
+    found: list[int | float] = []
+    for kind in (int, float):
+        with contextlib.suppress(ValueError):
+            found.append(kind(text))
+    return found
