@@ -199,8 +199,7 @@ def exchange(near: Neighbours, label: np.ndarray, k: int, lo: int, hi: int, *, c
     """Better labels (V,) from labels with lo..hi tokens a class (-1: no part of it), and J at the start and after each round.
 
     With `weight` (V,), classes within `most` in sum stay so, and no other gains weight. Tokens that the corpus does not have
-    stay where they are. It ends after `rounds`, or when a round adds less than the share
-    `enough` of J."""
+    stay where they are. It ends after `rounds`, or when a round adds less than the share `enough` of J."""
     classes = Classes(near, label, k, context)
     tokens = np.flatnonzero((classes.label >= 0) & (np.diff(near.start) > 0))
     values = [classes.value]

@@ -204,6 +204,28 @@ def test_the_best_of_all_divisions_of_a_tiny_vocabulary():
     assert np.isclose(values[:, 1], best).mean() > 1 / 3 and (values[:, 1] > values[:, 0]).mean() > 2 / 3
 
 
+def test_frequent_tokens_leave_a_crowd(monkeypatch: pytest.MonkeyPatch):
+    """Eight frequent tokens of different use in one class, rare ones that tell nothing in the others: estimates of the first
+    order alone leave some of them there."""
+    text, _ = chain(8, 1, 20_000, seed=8)
+    draw = np.random.default_rng(8)
+    rare = draw.random(len(text)) < 0.1
+    text = np.where(rare, draw.integers(8, 64, len(text)), text)
+    near = count_neighbours([text], 64, 1)
+    crowd = np.arange(64) // 8
+    found, values = exchange(near, crowd, 8, 8, 8, rounds=40, enough=0)
+    assert len(set(found[:8])) == 8 and values[-1] > 2 * values[0]
+    leads = Classes.leads
+
+    def first_order(self: Classes, tokens: np.ndarray, device: str) -> Leads:
+        full = leads(self, tokens, device)
+        return Leads(full.join, np.full(len(tokens), -np.inf), full.held)
+
+    monkeypatch.setattr(Classes, "leads", first_order)
+    stuck, lower = exchange(near, crowd, 8, 8, 8, rounds=40, enough=0)
+    assert len(set(stuck[:8])) < 8 and lower[-1] < values[-1]
+
+
 def test_tokens_without_neighbours_and_other_parts_stay():
     text, true = chain(4, 4, 5_000, seed=6)
     near = count_neighbours([text], 20, 1)  # 16 to 19 never occur
