@@ -78,7 +78,8 @@ class Protocol:
         """With what the protocol leaves to the run filled in. `strict` is no longer strict where PAD is dropped."""
         if self.pad is None and pad == "drop":
             return self.changed(pad=pad).of(data, pad)
-        return replace(self, layout=self.layout or data.layout, length=self.length or data.length, pad=self.pad or pad)
+        length = data.length if self.length is None else self.length
+        return replace(self, layout=self.layout or data.layout, length=length, pad=self.pad or pad)
 
     def to_json(self) -> dict[str, Any]:
         """What is printed with every number (of a protocol that was filled in)."""
@@ -102,6 +103,8 @@ def protocol(name: str) -> Protocol:
 def check(protocol: Protocol, tokenizer: Tokenizer, *, longest: int | None, who: str) -> None:
     """Refuse what does not fit: marks that the tokenizer lacks, rows longer than the network knows."""
     assert protocol.length is not None
+    if protocol.length < 1:
+        raise ConfigError(f"a row has at least one token, got --length {protocol.length}")
     missing = [name for name, number in (("BOS", tokenizer.bos_id), ("EOS", tokenizer.eos_id)) if number is None]
     if protocol.marks and missing:
         raise ConfigError(f"the protocol {protocol.name} puts BOS and EOS into its rows, but the tokenizer has no "

@@ -87,7 +87,7 @@ def tokenizer_of(spec: str | Path, given: Path | str | None) -> Tokenizer:
         files, _ = checkpoint_files(place)
         given = files[0].parent / "tokenizer.json"
         if not given.is_file():
-            raise RunError(f"{place} holds no tokenizer.json; give the one it was trained with: --tokenizer FILE")
+            raise RunError(f"{files[0].parent} holds no tokenizer.json; give the one it was trained with: --tokenizer FILE")
     found = Tokenizer.load(given)
     data = json.loads(found.to_json())
     kept = [item for item in data["added_tokens"] if not (item["id"] == found.size - 1 and item["content"] in MASKS)]

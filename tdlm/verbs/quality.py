@@ -28,6 +28,9 @@ def quality_run(run: Run, *, judge: str, samples: Path | None = None, request: R
     if (samples is None) == (request is None):
         raise ConfigError("quality needs samples: --samples FILE (samples.json, or .jsonl with a text a line), or --count N "
                           "to draw them; not both")
+    for name, value in (("count", 1 if request is None else request.count), ("batch", batch), ("max-length", max_length)):
+        if value < 1:
+            raise ConfigError(f"at least 1 is expected, got --{name} {value}")
     group = read_samples(samples) if samples is not None else None
     held = human_texts(run, data, count=len(group["texts"]) if group else request.count if request else 0,
                        length=(group or {}).get("length") or (request.length if request else None))
