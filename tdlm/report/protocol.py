@@ -77,12 +77,17 @@ def differing(protocols: list[dict[str, str]]) -> list[str]:
 
 
 def in_words(protocols: list[dict[str, str]]) -> list[str]:
-    """One sentence for every point in which protocols differ, and why it matters."""
+    """One sentence for every point in which protocols differ, and why it matters. What a run that was not evaluated does not
+    record is no difference of its own."""
     lines = []
+    unequal = "evaluated" in differing(protocols)
     for name in differing(protocols):
         places: dict[str, list[int]] = {}
         for place, each in enumerate(protocols):
-            places.setdefault(each[name], []).append(place + 1)
+            if each[name] != UNKNOWN or not unequal:
+                places.setdefault(each[name], []).append(place + 1)
+        if len(places) < 2:
+            continue
         values = "; ".join(f"{_groups(found)}: {value}{_meaning(name, value)}" for value, found in places.items())
         lines.append(f"{name} ({values}): {WHY[name]}.")
     return lines

@@ -108,6 +108,15 @@ def test_groups_with_one_value_are_named_together() -> None:
     assert lines == ["row length (groups 1 and 3: 128; group 2: 512): in a longer row a token has more context."]
 
 
+def test_what_was_not_evaluated_differs_in_that_alone():
+    """A PAD mode and a number of tokens that nobody recorded are no differences of their own."""
+    done = {"evaluated": "with tdlm eval", "PAD mode": "pack", "row length": "16", "tokens scored": "32"}
+    line, = in_words([done, {**done, "evaluated": "no: validation during training only", "PAD mode": "not recorded",
+                             "tokens scored": "not recorded"}])
+    assert line.startswith("evaluated (group 1: with tdlm eval; group 2: no")
+    assert len(in_words([done, {**done, "PAD mode": "not recorded"}])) == 1
+
+
 def test_counting_models_are_references_where_the_runs_agree(runs: list[Path], make_run, tmp_path: Path) -> None:
     section, = ranked(*runs)
     assert [model["name"] for model in section.references] == ["unigram", "bigram", "trigram"]
