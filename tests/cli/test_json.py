@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
+from tdlm.config import BackboneConfig
 from tests.cli.conftest import SMALL, Tdlm
+from tests.evaluate.toy_judge import toy_judge
+from tests.rivals import write_gidd
+
+TINY = ("--device", "cpu", "--set", "train.steps=2", "--set", "train.batch=4", "--set", "data.length=16",
+        "--set", "backbone.blocks=1")
 
 VERBS = {
     "prepare": ("prepare", "text.jsonl", "--out", "new", "--tokenizer", "bytes"),
@@ -16,7 +22,26 @@ VERBS = {
     "train": ("train", "demo", "--data", "data", "--tree", "tree", "--out", "new", *SMALL),
     "plan": ("train", "demo", "--dry-run"),
     "eval": ("eval", "run"), "sample": ("sample", "run", "--count", "2", "--trace"), "report": ("report", "run"),
+    "sets": ("eval", "run", "--on", "lambada=text.jsonl", "--on", "ag_news=text.jsonl"),
+    "protocol": ("eval", "run", "--protocol", "gidd-512-nopack", "--length", "16"),
+    "model": ("eval", "hf:toy", "--data", "data", "--length", "16", "--out", "new/eval.json"),
+    "quality": ("quality", "run", "--count", "2", "--steps", "4", "--judge", "toy"),
+    "import": ("import", "gidd:them.safetensors", "--out", "new", "--tokenizer", "bytes", "--heads", "2", "--p-uniform", "0.1"),
+    "compare": ("compare", "run", "--out", "new"), "report compare": ("report", "compare", "run", "run", "--out", "new"),
+    "studies": ("study", "--list"), "runs": ("study", "rivals", "--list"),
+    "study": ("study", "rivals", "--out", "new", "--data", "data", "--only", "mdlm", *TINY),
 }
+KEYS = {"prepare": "documents", "build": "levels", "show": "levels", "train": "checkpoint", "plan": "parameters", "eval": "bound",
+        "sample": "samples", "report": "report", "sets": "sets", "protocol": "bound", "model": "bound", "quality": "human",
+        "import": "family", "compare": "groups", "report compare": "groups", "studies": "studies", "runs": "studies",
+        "study": "scores"}
+
+
+@pytest.fixture(autouse=True)
+def others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A judge that needs no package."""
+    for place in ("tdlm.verbs.quality", "tdlm.verbs.evaluate"):
+        monkeypatch.setattr(f"{place}.load_judge", lambda spec, **options: toy_judge())
 
 
 def strict(text: str) -> Any:
@@ -32,6 +57,8 @@ def strict(text: str) -> Any:
 
 @pytest.mark.parametrize("name", VERBS)
 def test_one_document(copy: Path, tdlm: Tdlm, name: str):
+    if name == "import":
+        write_gidd(copy / "them.safetensors", BackboneConfig(blocks=1, width=16, heads=2, condition_width=8), 258)
     plain = tdlm(*VERBS[name])
     assert plain.code == 0, plain.err
     if (copy / "new").exists():
@@ -40,9 +67,7 @@ def test_one_document(copy: Path, tdlm: Tdlm, name: str):
     assert done.code == 0, done.err
     value = strict(done.out)
     assert isinstance(value, dict) and value and "{" not in done.err
-    expected = {"prepare": "documents", "build": "levels", "show": "levels", "train": "checkpoint", "plan": "parameters",
-                "eval": "bound", "sample": "samples", "report": "report"}
-    assert expected[name] in value
+    assert KEYS[name] in value
     with pytest.raises(ValueError):
         json.loads(plain.out)
 

@@ -53,6 +53,22 @@ def test_train(copy: Path, tdlm: Tdlm, monkeypatch: pytest.MonkeyPatch):
     assert again.code == 0 and "continuing new at step 2/3" in again.err
 
 
+def test_study(copy: Path, tdlm: Tdlm, monkeypatch: pytest.MonkeyPatch):
+    """In the first run of two: the same command finishes it, makes the second, and compares them."""
+    command = ("study", "rivals", "--out", "new", "--data", "data", "--only", "mdlm", "--only", "gidd", "--device", "cpu",
+               "--set", "train.steps=3", "--set", "train.batch=4", "--set", "data.length=16", "--set", "backbone.blocks=1")
+    after_step = Sitting.after_step
+    with monkeypatch.context() as patch:
+        patch.setattr(Sitting, "after_step",
+                      lambda self, leaving: (after_step(self, leaving), self.trainer.done == 1 and press()))
+        stopped(tdlm(*command))
+    assert not (copy / "new" / "compare.html").exists()
+    again = tdlm(*command)
+    assert again.code == 0 and "at step 2/3" in again.err and (copy / "new" / "compare.html").is_file()
+    before = listing(copy / "new" / "runs")
+    assert tdlm(*command).code == 0 and listing(copy / "new" / "runs") == before, "the third time there is nothing left to do"
+
+
 @pytest.mark.parametrize("command", [("sample", "run", "--count", "4000", "--length", "64"),
                                      ("eval", "run", "--repeats", "5000")], ids=["sample", "eval"])
 def test_verbs_that_only_read(copy: Path, tdlm: Tdlm, command: tuple[str, ...]):
