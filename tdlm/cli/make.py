@@ -199,6 +199,10 @@ class Train:
 
     def run(self) -> dict[str, Any]:
         config = self.config()
+        sizes = (self.vocabulary, self.branching) != (Train.vocabulary, Train.branching)
+        if sizes and (self.tree is not None or not self.dry_run):
+            raise ConfigError("--vocabulary and --branching are the sizes of a tree that does not exist yet, for --dry-run "
+                              "without --tree; leave them out, or build such a tree with tdlm tree build")
         if self.dry_run:
             from ..console import show_plan
             from ..train.plan import plan

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tdlm.assemble import assemble
+from tdlm.cli import parse
 from tdlm.config import BackboneConfig, DataConfig, RunConfig, TrainConfig
 from tdlm.errors import ConfigError
 from tdlm.model import Dense, PerLevel, Tied
@@ -126,3 +127,9 @@ def test_nothing_random_is_touched() -> None:
     plan(TINY, vocabulary=100, branching=10)
     assert torch.equal(before, torch.random.get_rng_state())
     assert Draws(1, 0, "train", torch.arange(2)).uniform("x", 1).device.type == "cpu"
+
+
+@pytest.mark.parametrize("typed", ["--branching 64 --data DIR --tree FILE --out RUN", "--dry-run --vocabulary 300 --tree FILE"])
+def test_sizes_beside_a_tree_are_refused_and_not_ignored(typed: str) -> None:
+    with pytest.raises(ConfigError, match="for --dry-run without --tree"):
+        parse(["train", "demo", *typed.split()]).run()
