@@ -112,11 +112,8 @@ def build_tree(vectors: np.ndarray | Vectors | None, *, branching: int, size: in
         raise TreeError("exchange looks at the neighbours of tokens in text: give --data DIR")
     if near is not None and near.size != size:
         raise TreeError(f"neighbours are counted for {near.size} tokens, the tree has {size}; take both from the same data")
-    if max_mass is not None and (max_mass < 2 or counts is None or method not in ("kmeans", "exchange")):
-        raise TreeError(f"a bound on the share of the text is at least 2 times the mean, for method kmeans or exchange with "
-                        f"--data; got {max_mass} for {method}")
     check_request(size, branching=branching, min_ratio=min_ratio, max_ratio=max_ratio, height=height, max_depth=max_depth,
-                  complete=complete, method=method)
+                  complete=complete, method=method, max_mass=max_mass, counted=counts is not None)
     if order not in ("id", "count"):
         raise TreeError(f"unknown order of children {order!r}; choose id or count")
     if not complete and height is None:

@@ -31,7 +31,7 @@ def needed(size: int, height: int) -> int:
 
 
 def check_request(size: int, *, branching: int, min_ratio: float, max_ratio: float, height: int | None, max_depth: int,
-                  complete: bool, method: str) -> None:
+                  complete: bool, method: str, max_mass: float | None = None, counted: bool = True) -> None:
     """Fail before any work when the arithmetic alone says that the request cannot be met."""
     if size < 2:
         raise TreeError(f"a tree needs at least 2 tokens, got {size}")
@@ -43,6 +43,9 @@ def check_request(size: int, *, branching: int, min_ratio: float, max_ratio: flo
         raise TreeError(f"the height must lie between 1 and --max-depth, got height {height}, max depth {max_depth}")
     if method not in METHODS:
         raise TreeError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
+    if max_mass is not None and not (2 <= max_mass < math.inf and counted and method in ("kmeans", "exchange")):
+        raise TreeError("a bound on the share of the text is at least 2 times the mean, for method kmeans or exchange with --data; "
+                        f"got {max_mass} for {method}")
     k = branching
     if not complete and height is None:
         height = lowest_height(size, k)

@@ -37,21 +37,16 @@ def build_from(*, data: Path | None = None, tokenizer: str | None = None, vector
     loaded = store.tokenizer if store is not None else Tokenizer.load(cast(str, tokenizer))
     counts = store.counts if store is not None else None
     check_request(loaded.size, branching=branching, min_ratio=min_ratio, max_ratio=max_ratio, height=height,
-                  max_depth=max_depth, complete=complete, method=method)
+                  max_depth=max_depth, complete=complete, method=method, max_mass=max_mass, counted=counts is not None)
     device = str(choose_device(device))
     if tensor is not None and (vectors is None or vectors == "corpus" or vectors.endswith(ARRAYS)):
         raise ConfigError("--tensor names a tensor of a checkpoint; give one with --vectors")
     if method == "exchange" and store is None:
         raise ConfigError("exchange looks at the neighbours of tokens in text: give --data DIR")
-    corpus = vectors is None or vectors == "corpus"
-    if method not in VECTORIAL or (not corpus and method != "exchange"):
-        unused = [f"--{name}" for name, idle in (("window", window is None), ("contexts", contexts == 4096),
-                                                 ("sides", sides == "apart")) if not idle]
-        if unused:
-            raise ConfigError(f"{unused[0]} is about the corpus, which this tree does not look at; leave it out, or use "
-                              "--vectors corpus")
+    corpus = method in VECTORIAL and (vectors is None or vectors == "corpus")
+    _check_settings(corpus, method, window, contexts, sides)
     rows = near = None
-    if method in VECTORIAL and corpus:
+    if corpus:
         if store is None:
             raise ConfigError("corpus statistics need text: give --data DIR, or vectors of your own (--vectors FILE)")
         say(f"counting neighbours in {store.tokens('train'):,} tokens")
@@ -66,12 +61,21 @@ def build_from(*, data: Path | None = None, tokenizer: str | None = None, vector
     with counter("tree") as tell:
         tree = build_tree(rows, size=loaded.size, branching=branching, min_ratio=min_ratio, max_ratio=max_ratio,
                           height=height, max_depth=max_depth, complete=complete, seed=seed, method=cast(Any, method),
-                          counts=counts, tokenizer_hash=loaded.hash, device=device, near=near, say=say,
-                          max_mass=max_mass,
-                          progress=lambda depth, done, total: tell(done, total))
+                          counts=counts, tokenizer_hash=loaded.hash, device=device, near=near,
+                          max_mass=max_mass, say=say, progress=lambda depth, done, total: tell(done, total))
     if height is None and method != "hdlm" and (possible := lowest_height(loaded.size, branching)) < tree.height:
         say(f"K={branching} reaches height {possible} when it is asked for: --height {possible}")
     return tree, describe(tree, counts, loaded)
+
+
+def _check_settings(corpus: bool, method: str, window: int | None, contexts: int, sides: str) -> None:
+    """Nothing that was asked for may be ignored."""
+    idle = {"window": window is None or corpus or method == "exchange", "contexts": contexts == 4096 or corpus,
+            "sides": sides == "apart" or corpus}
+    for name, fine in idle.items():
+        if not fine:
+            raise ConfigError(f"--{name} is about vectors from the corpus, which this tree does not use; leave it out, or use "
+                              "--vectors corpus")
 
 
 def _vectors(wanted: str, tokenizer: Tokenizer, counts: np.ndarray | None, metric: Metric, tensor: str | None) -> Vectors:
