@@ -44,7 +44,7 @@ def check_request(size: int, *, branching: int, min_ratio: float, max_ratio: flo
     if method not in METHODS:
         raise TreeError(f"unknown method {method!r}; choose one of {', '.join(METHODS)}")
     if max_mass is not None and not (2 <= max_mass < math.inf and counted and method in ("kmeans", "exchange")):
-        raise TreeError("a bound on the share of the text is at least 2 times the mean, for method kmeans or exchange with --data; "
+        raise TreeError("a bound on the share of the text is at least 2 times the mean, for kmeans or exchange with --data; "
                         f"got {max_mass} for {method}")
     k = branching
     if not complete and height is None:

@@ -307,7 +307,7 @@ def test_what_cannot_be_built():
     with pytest.raises(TreeError, match="neighbours are counted for 131 tokens, the tree has 130"):
         build_tree(rows, branching=12, method="exchange", near=count_neighbours(documents, 131, 1))
     for method, ratio, counts in (("kmeans", 1.5, np.ones(130)), ("kmeans", 2.0, None), ("random", 2.0, np.ones(130))):
-        with pytest.raises(TreeError, match="a bound on the share of the text is at least 2 times the mean"):
+        with pytest.raises(TreeError, match="a bound on the share of the text is at least 2 times the mean, for kmeans"):
             build_tree(rows, branching=12, method=method, max_mass=ratio, counts=counts)  # pyright: ignore[reportArgumentType]
     with pytest.raises(TreeError, match="window of at least 1, got 0"):
         count_neighbours(documents, 130, 0)
