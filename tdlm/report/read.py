@@ -81,9 +81,12 @@ class Run:
             known = mapping(mapping(self.results.get("sets")).get(text))
         found = mapping(known.get(protocol))
         if number(found.get("bound")) is None:
-            wish = f" --on {text}" if text else ""
-            raise RunError(f"{self.name} has no result under protocol {protocol}{f' on {text}' if text else ''}; make it: "
-                           f"tdlm eval {self.argument} --protocol {protocol}{wish}")
+            on = f" on {text}" if text else ""
+            has = " and ".join(key for key, value in known.items() if number(mapping(value).get("bound")) is not None)
+            name, _, changes = protocol.partition(" with ")
+            options = [f" --{change.replace('=', ' ')}" for change in changes.split(", ") if change]
+            raise RunError(f"{self.name} has no result under protocol {protocol}{on}{', but under ' if has else ''}{has}; "
+                           f"make it: tdlm eval {self.argument} --protocol {name}{''.join(options)}{on and f' --on {text}'}")
         return replace(self, eval=found, valid=[])
 
     def setting(self, *path: str) -> Any:

@@ -164,6 +164,8 @@ MISTAKES = [
     ("report compare run folder --out new", "so it is no run folder"),
     ("compare run --out file", "cannot be written to file"),
     ("compare run --out new --protocol gidd-512-nopack", "make it: tdlm eval run --protocol gidd-512-nopack"),
+    ("compare run --out new --protocol 'strict with length=8, pad=count'",
+     "make it: tdlm eval run --protocol strict --length 8 --pad count"),
     ("compare run --out new --on ptb", "make it: tdlm eval run"),
     ("study rival --out new", "no study 'rival'; did you mean 'rivals'?"),
     ("study rivals", "--out"), ("study rivals --out new --only nobody", "nobody"),
