@@ -36,6 +36,8 @@ class Cascade:
     knows_level = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.thresholds, list):  # from Python: a value that is looked up by itself must not change
+            object.__setattr__(self, "thresholds", tuple(self.thresholds))
         inner = (0.0, *(self.thresholds or ()), 1.0)
         if any(a >= b for a, b in zip(inner, inner[1:])):
             raise ConfigError(f"cascade.thresholds must rise strictly inside (0, 1), got {self.thresholds}")

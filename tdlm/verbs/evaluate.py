@@ -53,7 +53,7 @@ def evaluate_run(run: Run, *, data: Path | None, split: str, estimator: str, pad
         result["ngram_tokens"] = min(NGRAM_TOKENS, store.tokens("train"))
     result["provenance"] = _origin(objective.tree.ancestor.device, seed, store.fingerprint, store.tokenizer)
     kept = _kept(run.path)
-    if protocol == STRICT:
+    if chosen.name == STRICT:  # a changed protocol has a name of its own and leaves the run's number alone
         write_json(run.path / "eval.json", {**result, **{key: kept[key] for key in ("protocols", "sets") if key in kept}})
     else:
         kept["protocols"] = {**kept.get("protocols", {}), chosen.name: result}

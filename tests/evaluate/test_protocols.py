@@ -167,6 +167,9 @@ def test_eval_json_keeps_every_protocol_beside_the_strict_number(trained, tmp_pa
         asked(run, protocol="mdlm-1024-pack")
     dropped = asked(run, pad="drop", length=8)
     assert dropped["protocol"]["name"] == "strict with pad=drop, length=8" and dropped["length"] == 8
+    kept = json.loads(eval_json.read_text())
+    assert kept["protocol"]["name"] == "strict", "a changed protocol leaves the run's own number alone"
+    assert "strict with pad=drop, length=8" in kept["protocols"]
     write_report([trained["run"]], tmp_path / "page.html")
 
 

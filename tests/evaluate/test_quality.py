@@ -141,6 +141,6 @@ def test_samples_of_other_places(trained, monkeypatch, tmp_path, capsys):  # noq
                         (["--samples", str(tmp_path / "none.json")], "no texts were given"),
                         (["--samples", str(tmp_path / "empty.json")], "all 1 texts are empty"),
                         (["--samples", str(tmp_path / "nowhere.json")], "no such file of samples"),
-                        (["--count", "0"], "at least one sample")]:
+                        (["--count", "0"], "at least 1")]:
         code, _, err = call(capsys, str(trained["run"]), *more)
         assert code == 2 and words in err and err.count("\n") == 1, (more, err)
