@@ -22,7 +22,6 @@ from .. import rng
 from ..errors import TreeError
 
 _CHUNK = 1 << 20  # tokens counted at once
-_WEIGHT_BITS = 31
 _BLOCK = 1 << 23  # numbers in a block of dense rows
 
 
@@ -46,8 +45,9 @@ def neighbour_vectors(documents: Iterable[np.ndarray], counts: np.ndarray, *, co
         raise TreeError("no tokens to learn neighbours from: the corpus is empty, or the window is below 1")
     context = np.full(size + 1, -1, dtype=np.int32)  # the last entry serves the gaps, whose id is -1
     context[chosen] = np.arange(len(chosen))
-    words = _count_pairs(documents, context, size, len(chosen), window, int(counts.sum()), sides)
-    rows, columns, values = _positive_pmi(words, size, len(chosen), smoothing)
+    bits = 63 - (size * 2 * len(chosen)).bit_length()  # of a word, for the weight; the pair has the rest
+    words = _count_pairs(documents, context, size, len(chosen), window, int(counts.max()), sides, bits)
+    rows, columns, values = _positive_pmi(words, size, len(chosen), smoothing, bits)
     return _decompose(rows, columns, values, size, 2 * len(chosen), dimensions, damping, seed, device)
 
 
@@ -72,13 +72,15 @@ def token_chunks(documents: Iterable[np.ndarray], size: int, gap: int) -> Iterat
 
 
 def _count_pairs(documents: Iterable[np.ndarray], context: np.ndarray, size: int, contexts: int, window: int,
-                 tokens: int, sides: str) -> np.ndarray:
-    """Sorted words (token * 2C + side and context) << 31 | weight, each pair once; weights in units of 1/scale."""
+                 most: int, sides: str, bits: int) -> np.ndarray:
+    """Sorted words (token * 2C + side and context) << bits | weight, each pair once; weights in units of 1/scale. No token
+    occurs more than `most` times, and so no pair at one offset."""
     scale = math.lcm(*range(1, window + 1))
     weights = [scale // offset for offset in range(1, window + 1)]
     left = contexts if sides == "apart" else 0
-    if tokens * sum(weights) >= 1 << _WEIGHT_BITS or size * 2 * contexts >= 1 << (63 - _WEIGHT_BITS):
-        raise TreeError(f"counts of {tokens} tokens with window {window} do not fit; use a smaller window or fewer tokens")
+    if 2 * most * sum(weights) >= 1 << max(bits, 0):  # pooled, a pair counts on both sides
+        raise TreeError(f"counts of a token that occurs {most} times with window {window} do not fit; use a smaller window or "
+                        "fewer tokens")
     runs: list[np.ndarray] = []
     for chunk in token_chunks(documents, size, window):
         near = context[chunk].astype(np.int64)
@@ -87,29 +89,30 @@ def _count_pairs(documents: Iterable[np.ndarray], context: np.ndarray, size: int
             for row, column, side in ((chunk[:-offset], near[offset:], 0), (chunk[offset:], near[:-offset], left)):
                 real = (row >= 0) & (column >= 0)
                 pair = row[real] * (2 * contexts) + column[real] + side
-                words.append((pair << _WEIGHT_BITS) | weight)
-        runs.append(_merge(words))
+                words.append((pair << bits) | weight)
+        runs.append(_merge(words, bits))
         while len(runs) > 1 and 2 * len(runs[-1]) > len(runs[-2]):
-            runs[-2:] = [_merge(runs[-2:])]
-    return _merge(runs) if runs else np.zeros(0, dtype=np.int64)
+            runs[-2:] = [_merge(runs[-2:], bits)]
+    return _merge(runs, bits) if runs else np.zeros(0, dtype=np.int64)
 
 
-def _merge(words: list[np.ndarray]) -> np.ndarray:
+def _merge(words: list[np.ndarray], bits: int) -> np.ndarray:
     """Sorted, the weights of equal pairs added."""
     joined = np.concatenate(words)
     joined.sort()
-    pair = joined >> _WEIGHT_BITS
+    pair = joined >> bits
     start = np.flatnonzero(np.r_[True, pair[1:] != pair[:-1]]) if len(joined) else np.zeros(0, dtype=np.int64)
     if len(start) == len(joined):
         return joined
-    weight = np.add.reduceat(joined & ((1 << _WEIGHT_BITS) - 1), start)
-    return (pair[start] << _WEIGHT_BITS) | weight
+    weight = np.add.reduceat(joined & ((1 << bits) - 1), start)
+    return (pair[start] << bits) | weight
 
 
-def _positive_pmi(words: np.ndarray, size: int, contexts: int, smoothing: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _positive_pmi(words: np.ndarray, size: int, contexts: int, smoothing: float,
+                  bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows, columns and values of the positive entries, sorted by row."""
-    pair = words >> _WEIGHT_BITS
-    weight = (words & ((1 << _WEIGHT_BITS) - 1)).astype(np.float64)
+    pair = words >> bits
+    weight = (words & ((1 << bits) - 1)).astype(np.float64)
     rows, columns = (pair // (2 * contexts)).astype(np.int32), (pair % (2 * contexts)).astype(np.int32)
     values = np.zeros(len(pair), dtype=np.float32)
     for side in (0, 1):

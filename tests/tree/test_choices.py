@@ -12,6 +12,7 @@ from tdlm.cli import main
 from tdlm.data.store import TokenStore
 from tdlm.errors import ConfigError, TokenizerError, TreeError
 from tdlm.train.run import open_run
+from tdlm.tree.cooccurrence import neighbour_vectors
 from tdlm.tree.embeddings import from_corpus
 from tdlm.tree.mass import capped
 from tdlm.tree.tree import Tree
@@ -83,6 +84,19 @@ def test_pooled_sides_do_not_tell_left_from_right():
         assert rows[:2].any(1).all() and np.allclose(rows[0], rows[1], atol=1e-3) == same
     with pytest.raises(TreeError, match="kept apart or pooled, got 'left'"):
         from_corpus(documents, 12, sides="left")
+
+
+def test_a_wide_window_fits_and_too_many_tokens_are_refused():
+    """Window 8 counts in units of 1/840: five million tokens of 50,258 kinds, one in twenty the same, must fit into words."""
+    documents = [np.arange(200) % 7, np.arange(100) % 5]
+    counts = np.bincount(np.concatenate(documents), minlength=50_258)
+    many = counts.copy()
+    many[0] = 250_000  # an upper bound is all that the counts are used for besides the choice of contexts
+    assert np.array_equal(neighbour_vectors(documents, many, window=8, contexts=4096),
+                          neighbour_vectors(documents, counts, window=8, contexts=4096))
+    many[0] = 1 << 60
+    with pytest.raises(TreeError, match="with window 8 do not fit; use a smaller window or fewer tokens"):
+        neighbour_vectors(documents, many, window=8)
 
 
 def test_a_tree_from_a_run(world: Path):
