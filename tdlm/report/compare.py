@@ -59,7 +59,7 @@ def _group(section: Section, place: int, sections: list[Section], runs: list[Run
     title = f"<h3>Group {place + 1}</h3>" if len(sections) > 1 else ""
     chart = _curves(section, runs)
     figure = ""
-    if chart.lines and can_draw():
+    if any(line.valid is not None and len(line.valid[0]) > 1 for line in chart.lines) and can_draw():  # one point is no curve
         figure = (f'<figure class="plot">{_key(section)}{line_chart(chart, prefix)}<figcaption>Validation bound during training; '
                   "error bars are one standard error.</figcaption></figure>")
     return f'{title}<p class="settings">{esc(alike(section))}</p>{html_table(section, shown(sections), link)}{figure}'
