@@ -41,6 +41,9 @@ def conduct(study: Study, out: Path, *, size: Size = "toy", data: Path | None = 
 
     `finished` are runs to study instead of the study's own; `trees_only` prepares data and trees and trains nothing.
     """
+    for name, what in (("config.json", "a run"), ("manifest.json", "prepared data")):
+        if (out / name).exists():
+            raise ConfigError(f"{out} is the folder of {what}; choose another --out for the study")
     entries = study.runs(size, wishes)
     chosen = _chosen(entries, only)
     if finished:

@@ -51,6 +51,9 @@ def test_mistakes_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="needs --data"):
         conduct(RIVALS, tmp_path, size="full", say=print)
     assert not any(tmp_path.iterdir())
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is the folder of a run"):
+        conduct(RIVALS, tmp_path, say=print)
 
 
 def test_the_full_study_holds_the_papers_baselines() -> None:
