@@ -12,7 +12,9 @@ at least. stride = W makes disjoint blocks, stride = W/2 (the default) sliding w
 
 Rows of a run's token ids are scored directly where the judge gives the same ids to the same tokens. Otherwise the same text is
 scored in the judge's own tokens: every stretch between BOS, EOS and PAD is decoded and encoded again, EOS becomes the judge's
-end token, and the nats are divided by *our* count of tokens. So nats per token and bits per byte stay comparable.
+end token, and the nats are divided by *our* count of tokens. So nats per token and bits per byte stay comparable. The judge's
+start token stands for a row's own BOS, which is free. A packed row has none: an end mark at its head ends the text before, and
+is scored also where BOS and EOS are one token.
 """
 from __future__ import annotations
 
@@ -129,23 +131,23 @@ def same_ids(judge: Judge, tokenizer: Tokenizer) -> bool:
     return all(judge.vocabulary.get(name) == number for name, number in named.items() if number != tokenizer.pad_id)
 
 
-def judge_rows(judge: Judge, rows: Int[Tensor, "R S"], tokenizer: Tokenizer, *, pad: str, batch: int = 8,
-               progress: Callable[[int, int], None] | None = None) -> tuple[Bound, dict[str, Any]]:
+def judge_rows(judge: Judge, rows: Int[Tensor, "R S"], tokenizer: Tokenizer, *, pad: str, layout: str = "document",
+               batch: int = 8, progress: Callable[[int, int], None] | None = None) -> tuple[Bound, dict[str, Any]]:
     """The NLL of rows of *our* ids, and how it was taken. It is exact: one repeat, error 0.
 
     PAD behind the text costs a left-to-right model nothing once it has said EOS, under any PAD mode; where the tokenizer has
     no EOS, nothing says that a padded text is over, and the number is no bound on -log p(x). Neither is that of a judge
     without a start token, which is given the first token of every row.
     """
-    direct = same_ids(judge, tokenizer)
+    direct, bos = same_ids(judge, tokenizer), None if layout == "packed" else tokenizer.bos_id
     real = ~is_pad(rows, tokenizer.pad_id)
     texts, replaced = [], 0
     for row, keep in zip(rows, real):
         ids = row[keep].tolist()
         if direct:
-            texts.append(ids[1:] if ids and judge.start is not None and ids[0] in (judge.start, tokenizer.bos_id) else ids)
+            texts.append(ids[1:] if ids and judge.start is not None and ids[0] == bos else ids)
         else:
-            ids, broken = _judged_ids(judge, ids, tokenizer)
+            ids, broken = _judged_ids(judge, ids, tokenizer, bos)
             texts.append(ids)
             replaced += broken
     if direct and judge.positions is not None and any(len(text) > judge.positions for text in texts):
@@ -162,9 +164,9 @@ def judge_rows(judge: Judge, rows: Int[Tensor, "R S"], tokenizer: Tokenizer, *, 
     return bound, how
 
 
-def _judged_ids(judge: Judge, ids: list[int], tokenizer: Tokenizer) -> tuple[list[int], int]:
+def _judged_ids(judge: Judge, ids: list[int], tokenizer: Tokenizer, bos: int | None) -> tuple[list[int], int]:
     """The same text in the judge's ids, and how many characters could not be decoded (a row may begin or end in the
-    middle of one)."""
+    middle of one). `bos`: the id that the start token stands for at the head of a row."""
     marks = {tokenizer.bos_id, tokenizer.eos_id}
     found: list[int] = []
     stretch: list[int] = []
@@ -177,8 +179,7 @@ def _judged_ids(judge: Judge, ids: list[int], tokenizer: Tokenizer) -> tuple[lis
         replaced += text.count("\N{REPLACEMENT CHARACTER}")
         found += judge.encode(text) if text else []
         stretch = []
-        first = place == 0  # of a row: BOS, which the start token stands for
-        if number is not None and not first and number == tokenizer.eos_id and judge.end is not None:
+        if number is not None and number == tokenizer.eos_id and judge.end is not None and (place or number != bos):
             found.append(judge.end)
     return found, replaced
 

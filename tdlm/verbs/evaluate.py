@@ -127,9 +127,9 @@ def _bound(run: Run, objective: Objective, chosen: Protocol, rows: Tensor, estim
 
 
 def _judged(judge: Judge, chosen: Protocol, rows: Tensor, tokenizer: Tokenizer, batch: int) -> dict[str, Any]:
-    assert chosen.pad is not None
+    assert chosen.pad is not None and chosen.layout is not None
     with counter("evaluate") as progress:
-        bound, how = judge_rows(judge, rows, tokenizer, pad=chosen.pad, batch=batch, progress=progress)
+        bound, how = judge_rows(judge, rows, tokenizer, pad=chosen.pad, layout=chosen.layout, batch=batch, progress=progress)
     return {**_result(chosen, bound, rows, tokenizer), "model": judge.to_json(), "how": how}
 
 

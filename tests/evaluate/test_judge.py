@@ -112,6 +112,28 @@ def test_rows_in_another_tokenizer_are_scored_as_the_same_text_per_our_token():
     assert about["replaced_characters"] == 1 and cut.tokens == 2
 
 
+@pytest.mark.parametrize("shift", [0, 3])
+def test_a_packed_row_pays_for_the_end_mark_at_its_head(shift):
+    """It ends the text before; only BOS, which the start token stands for, is free, and a packed row has none."""
+    judge, model, head = toy_judge(shift=shift), Toy(), [256, *(byte + shift for byte in b"new text")]
+    nats = {layout: judge_rows(judge, torch.tensor([[256, *b"new text"]]), BYTES, pad="count", layout=layout)[0]
+            for layout in ("packed", "framed", "document")}
+    whole = [256, *head]
+    paid = sum(model.nats(whole[:i], whole[i]) for i in range(1, len(whole)))
+    free = sum(model.nats(head[:i], head[i]) for i in range(1, len(head)))
+    assert float(nats["packed"].estimates.sum()) == pytest.approx(paid, abs=1e-9)
+    assert [float(nats[name].estimates.sum()) for name in ("framed", "document")] == pytest.approx([free, free], abs=1e-9)
+    assert {bound.tokens for bound in nats.values()} == {9}
+
+
+def test_without_bos_an_end_mark_at_the_head_is_scored_in_every_layout():
+    plain = Tokenizer(BYTES._data, eos="<|endoftext|>", bos="")
+    row = torch.tensor([[256, 97]])
+    bound, how = judge_rows(toy_judge(), row, plain, pad="count")
+    assert how["judge_tokens"] == 2
+    assert float(bound.estimates.sum()) == pytest.approx(Toy().nats([256], 256) + Toy().nats([256, 256], 97), abs=1e-9)
+
+
 def test_a_long_row_is_refused_with_the_same_ids_and_slides_otherwise():
     rows = torch.tensor([row(b"too long", 8)])
     with pytest.raises(ConfigError, match=r"up to 8 tokens, but toy has only 6 positions; use --length 6"):
