@@ -84,6 +84,9 @@ class Eval:
         if self.estimator not in ("auto", "exact") or self.pad is not None:
             raise ConfigError("a causal language model has one exact number and pays nothing for PAD; leave out --estimator "
                               "and --pad")
+        if self.repeats != Eval.repeats or self.seed != Eval.seed:
+            raise ConfigError("the number of a causal language model is exact: nothing is drawn or repeated; leave out --repeats "
+                              "and --seed")
         results = evaluate_model(self.path, data=self.data, split=self.split, limit=self.rows, batch=self.batch,
                                  device=self.device, sets=self.on, protocol=self.protocol, length=self.length,
                                  layout=self.layout, dtype=self.dtype)

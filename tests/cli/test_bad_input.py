@@ -150,6 +150,8 @@ MISTAKES = [
     ("eval hf:gpt2", "give the folder: --data DIR"),
     ("eval hf:gpt2 --data gone", "gone: no such folder"),
     ("eval hf:gpt2 --data data --pad drop", "leave out --estimator and --pad"),
+    ("eval hf:gpt2 --data data --repeats 8", "nothing is drawn or repeated; leave out --repeats and --seed"),
+    ("eval hf:gpt2 --data data --seed 1", "leave out --repeats and --seed"),
     ("eval hf:gpt2 --data data --protocol x", "no evaluation protocol 'x'"),
     # judged text
     ("quality run", "--samples FILE"), ("quality run --count 2 --samples x.json", "not both"),
