@@ -19,7 +19,7 @@ from ..errors import ConfigError, TdlmError
 from .make import Import, Prepare, Train, TreeVerb
 from .mistakes import parsed
 from .use import Compare, Demo, Eval, Quality, Report, Sample, StudyVerb
-from .words import say
+from .words import say, show_json
 
 Verb = (Annotated[Prepare, subcommand(name="prepare")] | Annotated[TreeVerb, subcommand(name="tree")]
         | Annotated[Train, subcommand(name="train")] | Annotated[Import, subcommand(name="import")]
@@ -62,9 +62,7 @@ def _guarded(arguments: Sequence[str]) -> int:
         verb = parse(arguments)
         result = verb.run()
         if verb.json:
-            import json
-
-            print(json.dumps(result))  # ASCII: the same under every locale
+            show_json(result)
         sys.stdout.flush()
         return 0
     except TdlmError as error:

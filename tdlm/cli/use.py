@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 from tyro.conf import Positional, UseAppendAction, arg
 
 from ..errors import ConfigError
-from .words import File, Flag, Folder, Plugins, Several, Text, Whole, import_plugins, say, typed
+from .words import File, Flag, Folder, Plugins, Several, Text, Whole, import_plugins, say, show_json, typed
 
 
 @dataclass
@@ -310,14 +310,36 @@ class StudyVerb:
         if chosen is None or self.out is None:
             raise ConfigError("give a study and a folder for it: tdlm study NAME --out DIR; the studies are: "
                               f"{', '.join(STUDIES)} (tdlm study --list)")
+        self._check(() if self.finished else chosen.runs(self.size, wishes))
         result = conduct(chosen, self.out, size=self.size, data=self.data, only=self.only, device=self.device, say=say,
                          wishes=wishes, finished=self.finished, trees_only=self.trees_only)
         if not self.json:
             self._show(result)
         if result["failed"]:
+            if self.json:
+                show_json(result)  # what did not fail is there all the same
             raise ConfigError(f"failed: {', '.join(result['failed'])}; the others are done, the same command tries these again "
                               f"(why: {self.out / 'failed'})")
         return result
+
+    def _check(self, runs: Sequence[Any]) -> None:
+        """What is asked in vain, or is not there, is told before hours of work."""
+        from ..train import folder
+        from ..verbs.tree import check_vectors
+
+        runs = [run for run in runs if not self.only or run.name in self.only]
+        by_steps = [run.name for run in runs if run.minutes is None]
+        if self.minutes is not None and len(by_steps) == len(runs):
+            raise ConfigError(f"--minutes bounds no run of study {self.name} at size {self.size}: their steps do, which "
+                              "--set train.steps=N changes; leave out --minutes")
+        if self.minutes is not None and by_steps:
+            say(f"bounded by steps, not by --minutes: {', '.join(by_steps)}")
+        for vectors in self.vectors:
+            check_vectors(vectors)
+        if self.judge is not None and not (Path(self.judge) / folder.METRICS).is_file():
+            from ..evaluate.judge import check_judge
+
+            check_judge(self.judge)
 
     def _list(self, studies: Sequence[Any], wishes: Any) -> dict[str, Any]:
         from ..study.predict import described, predict

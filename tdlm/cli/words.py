@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, UseAppendAction, arg
 
@@ -23,6 +23,13 @@ Plugins = Annotated[tuple[str, ...], UseAppendAction, arg(metavar="MODULE", help
 def say(line: str) -> None:
     """Everything that is not the result."""
     print(line, file=sys.stderr, flush=True)
+
+
+def show_json(result: dict[str, Any]) -> None:
+    """The result, on stdout. (ASCII: the same under every locale.)"""
+    import json
+
+    print(json.dumps(result))
 
 
 def typed(text: str | None) -> str | None:

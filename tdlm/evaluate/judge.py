@@ -39,6 +39,8 @@ from .likelihood import Bound, bound_of
 
 END_OF_TEXT = "<|endoftext|>"
 INSTALL, INSTALL_GGUF = "pip install 'tdlm[hf]'", "pip install 'tdlm[eval]'"
+MISSING = f"a judge is a model of the transformers library, which is not installed: {INSTALL}"
+GGUF = ("gguf", "accelerate")
 LOGITS = 1 << 28
 """At most so many logits at once (1 GiB in float32): the batch is made smaller where the vocabulary is large."""
 
@@ -190,11 +192,11 @@ def load_judge(spec: str, *, device: str = "cpu", dtype: str = "float32") -> Jud
     try:
         import transformers
     except ImportError:
-        raise ConfigError(f"a judge is a model of the transformers library, which is not installed: {INSTALL}") from None
+        raise ConfigError(MISSING) from None
     place, (name, gguf) = choose_device(device), _place(spec)
     options: dict[str, Any] = {}
     if gguf is not None:
-        _need(("gguf", "accelerate"))
+        _need(GGUF)
         name, options = str(gguf.parent), {"gguf_file": gguf.name}
     try:
         with _quiet():
@@ -212,6 +214,17 @@ def load_judge(spec: str, *, device: str = "cpu", dtype: str = "float32") -> Jud
     label = gguf.name if gguf is not None else Path(name).name if Path(name).is_dir() else name
     return Judge(label, model, lambda text: tokenizer.encode(text, add_special_tokens=False), vocabulary, start, end,
                  _positions(model.config), place, dtype, f"transformers {transformers.__version__}")
+
+
+def check_judge(spec: str) -> None:
+    """Complain before any work about a judge that cannot be loaded. (What the hub has shows only when it is fetched.)"""
+    import importlib.util
+
+    gguf = _place(spec)[1] is not None
+    if importlib.util.find_spec("transformers") is None:
+        raise ConfigError(MISSING)
+    if gguf:
+        _need(GGUF)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,7 @@ from ..data.tokenizer import Tokenizer
 from ..device import choose_device
 from ..errors import ConfigError, TokenizerError, TreeError
 from ..files import write_text
+from ..hub import check_name
 from ..tree.build import build_tree
 from ..tree.describe import describe, render
 from ..tree.embeddings import Metric, Vectors, finish, from_array, from_checkpoint, from_store, neighbours_from_store
@@ -76,6 +77,15 @@ def _check_settings(corpus: bool, method: str, window: int | None, contexts: int
         if not fine:
             raise ConfigError(f"--{name} is about vectors from the corpus, which this tree does not use; leave it out, or use "
                               "--vectors corpus")
+
+
+def check_vectors(wanted: str) -> None:
+    """Complain before any work about vectors that are not there. (What the hub has shows only when it is fetched.)"""
+    name = wanted.removeprefix("hf:")
+    if wanted.endswith(ARRAYS) and not Path(wanted).is_file():
+        raise TreeError(f"no embedding file {wanted}; give a .npy, .npz or .safetensors file")
+    if wanted != "corpus" and not Path(name).exists():
+        check_name(name, TreeError)
 
 
 def _vectors(wanted: str, tokenizer: Tokenizer, counts: np.ndarray | None, metric: Metric, tensor: str | None) -> Vectors:

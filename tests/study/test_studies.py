@@ -152,10 +152,12 @@ def test_a_run_that_fails_stops_no_other(text: Path, tmp_path: Path, monkeypatch
                *(word for item in SMALL for word in ("--set", item))]
     monkeypatch.setattr(engine, "train", train)
     with pytest.raises(SystemExit) as leaving:
-        main(command)
+        main([*command, "--json"])
     seen = capsys.readouterr()
     assert leaving.value.code == 2 and "linear-1 failed: the device fell asleep" in seen.err
     assert "failed: linear-1; the others are done" in seen.err.splitlines()[-1]
+    told = json.loads(seen.out)
+    assert list(told["runs"]) == ["none", "linear-3"] and list(told["failed"]) == ["linear-1"], "what is done is told"
     kept = json.loads((tmp_path / "study.json").read_text())
     assert list(kept["runs"]) == ["none", "linear-3"] and kept["failed"] == {"linear-1": "RuntimeError: the device fell asleep"}
     assert "fell asleep" in (tmp_path / "failed" / "linear-1.txt").read_text()
