@@ -37,14 +37,14 @@ from jaxtyping import Int
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..model.head import Shared, Tied, weighted_nll
+from ..model.head import Shared, Tied, takes_all, weighted_nll
 from ..model.model import Network
 from ..registry import register
 from ..rng import Draws
 from ..sample.causal import generate_left_to_right
 from ..sample.draw import Sampled
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler, is_pad
+from .base import Estimator, Loss, Pad, Places, by_row, choose_sampler, is_pad
 
 
 @register("ar")
@@ -105,13 +105,15 @@ class AutoregressiveObjective:
         choices = self.tree.num_children[parent] > 1
         if self.pad == "drop":
             choices = choices & ~pad
-        level, row, column = choices.nonzero(as_tuple=True)
         start = torch.full_like(tokens[:, :1], self.tree.root)
         no_time = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
         hidden = model.hidden(torch.cat([start, tokens[:, :-1]], 1), no_time, None)
-        slot = self.tree.slot[level, tokens[row, column]]
+        # of all positions and levels, where nothing is left out or the head makes nothing of steps without a choice
+        places = Places(choices, every=self.pad != "drop" and (self.levels == 1 or takes_all(model.head, hidden)))
+        level, row, column = places.index
+        here = hidden.expand(self.levels, -1, -1, -1).flatten(0, 2) if places.every else hidden[row, column]
         share = torch.full_like(row, 1 / tokens.numel(), dtype=torch.float64)
-        train, nll = weighted_nll(model.head, hidden[row, column], parent[level, row, column], slot, share)
+        train, nll = weighted_nll(model.head, here, places.of(parent), places.of(self.tree.slot[:, tokens]), share)
         levels = by_row(row * self.levels + level, nll, len(tokens) * self.levels).view(-1, self.levels)
         return Loss(train, levels.sum(1), {"levels": levels, "tokens": (~pad).sum(1)})
 

@@ -115,10 +115,25 @@ def by_row(row: Tensor, values: Tensor, rows: int) -> Tensor:
     return empty.index_add(0, row, values.detach().double())
 
 
-def everywhere(tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Row and column of all positions, in order."""
-    index = torch.arange(tokens.numel(), device=tokens.device)
-    return index // tokens.shape[1], index % tokens.shape[1]
+def everywhere(tokens: Tensor) -> tuple[Tensor, ...]:
+    """Row and column (of more axes: one index each) of all positions, in order."""
+    rest, index = torch.arange(tokens.numel(), device=tokens.device), []
+    for size in reversed(tokens.shape):
+        index.append(rest % size)
+        rest = rest // size
+    return tuple(reversed(index))
+
+
+class Places:
+    """The positions that are scored: those of a mask, or all of them. All are not looked up: the processor would wait for the
+    GPU to count them, and the backward pass of a gather sorts."""
+
+    def __init__(self, mask: Tensor, *, every: bool):
+        self.every, self.index = every, everywhere(mask) if every else mask.nonzero(as_tuple=True)
+
+    def of(self, values: Tensor) -> Tensor:
+        """What stands there: (B, S, ...) -> (M, ...)."""
+        return values.flatten(0, len(self.index) - 1) if self.every else values[self.index]
 
 
 def choose_sampler(samplers: tuple[str, ...], name: str | None) -> str:

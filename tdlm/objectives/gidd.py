@@ -43,7 +43,7 @@ from ..rng import Draws
 from ..sample import Sampled
 from ..sample.flat import Correction, Posterior, generate_flat
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler, in_pad_mode
+from .base import Estimator, Loss, Pad, Places, by_row, choose_sampler, in_pad_mode
 from .jumps import draw_noisy, roles
 from .wide import in_parts
 
@@ -112,12 +112,13 @@ class GiddObjective:
         """The loss of given states: everything of `loss` but the drawing."""
         pad, moving, counted, state = roles(tokens, state, self.pad_id, self.pad)
         weight, train_weight = (each / density[:, None] for each in self.weights(tokens, state, time))
-        scored = moving if self.method.p_uniform else moving & (state == self.tree.size)
-        row, column = scored.nonzero(as_tuple=True)
-        hidden, token, seen = model.hidden(state, time, None)[row, column], tokens[row, column], state[row, column]
+        mixed = self.method.p_uniform > 0
+        places = Places(moving if mixed else moving & (state == self.tree.size), every=mixed and self.pad != "given-length")
+        row, hidden = places.index[0], places.of(model.hidden(state, time, None))
+        token, seen = places.of(tokens), places.of(state)
         inside = ((time >= WINDOW) & (time <= 1 - WINDOW)).double() / (1 - 2 * WINDOW)
-        share = (train_weight * inside[:, None])[row, column] / tokens.numel()
-        if self.method.p_uniform:
+        share = places.of(train_weight * inside[:, None]) / tokens.numel()
+        if mixed:
             kl, itakura_saito = self.divergences(model, hidden, token, seen, time[row])
             divergence = kl + itakura_saito
             train = (divergence * share).sum()
@@ -125,7 +126,7 @@ class GiddObjective:
             keep = self.process.at(time).keep[row]
             train, nll = weighted_nll(model.head, hidden, seen, token, share * keep)
             divergence = keep * nll.double()
-        bound = by_row(row, divergence * (weight * counted)[row, column], len(tokens))
+        bound = by_row(row, divergence * places.of(weight * counted), len(tokens))
         return Loss(train, bound, {"levels": bound[:, None], "tokens": (~pad).sum(1)})
 
     def weights(self, tokens: Int[Tensor, "B S"], state: Int[Tensor, "B S"],

@@ -49,7 +49,7 @@ from ..sample import Sampled
 from ..sample.flat import generate_flat
 from ..sample.score import AbsorbScore, UniformScore, raw_scores
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler, in_pad_mode
+from .base import Estimator, Loss, Pad, Places, by_row, choose_sampler, in_pad_mode
 from .jumps import draw_noisy, roles
 from .wide import in_parts
 
@@ -111,11 +111,12 @@ class SeddObjective:
               density: Float[Tensor, "B"]) -> Loss:
         """The loss of given states: everything of `loss` but the drawing."""
         pad, moving, counted, state = roles(tokens, state, self.pad_id, self.pad)
-        row, column = (moving & (state == self.tree.size) if self.absorbs else moving).nonzero(as_tuple=True)
-        hidden = model.hidden(state, time, None)[row, column]
+        places = Places(moving & (state == self.tree.size) if self.absorbs else moving,
+                        every=not self.absorbs and self.pad != "given-length")
+        row, hidden = places.index[0], places.of(model.hidden(state, time, None))
         terms = self._absorb if self.absorbs else self._uniform
-        entropy = terms(model, hidden, tokens[row, column], state[row, column], time[row]) / density[row]
-        bound = by_row(row, entropy * counted[row, column], len(tokens))
+        entropy = terms(model, hidden, places.of(tokens), places.of(state), time[row]) / density[row]
+        bound = by_row(row, entropy * places.of(counted), len(tokens))
         if isinstance(self.process, Uniform):
             bound = bound + self.process.prior() * counted.sum(1)
         train = (entropy * ((time >= FLOOR).double() / (1 - FLOOR))[row]).sum() / tokens.numel()
