@@ -5,8 +5,9 @@ import contextlib
 import errno
 import fcntl
 import json
+import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -56,8 +57,21 @@ def write_text(path: Path, text: str) -> None:
     write_bytes(path, text.encode("utf-8", "surrogateescape"))  # names that the locale could not read keep their bytes
 
 
+def json_text(value: Any, **options: Any) -> str:
+    """JSON knows no infinity and no NaN: such a number (a perplexity that no float holds) is null."""
+    return json.dumps(_finite(value), allow_nan=False, **options)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list | tuple) else value
+
+
 def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+    write_text(path, json_text(value, indent=1, ensure_ascii=False) + "\n")
 
 
 def bytes_hash(content: bytes) -> str:

@@ -27,9 +27,9 @@ def say(line: str) -> None:
 
 def show_json(result: dict[str, Any]) -> None:
     """The result, on stdout. (ASCII: the same under every locale.)"""
-    import json
+    from ..files import json_text
 
-    print(json.dumps(result))
+    print(json_text(result))
 
 
 def typed(text: str | None) -> str | None:

@@ -63,7 +63,7 @@ class Bound:
 
 
 def perplexity(nats: float) -> float:
-    """exp, infinite where a float ends."""
+    """exp, infinite where a float ends (null in JSON; the nats stand beside it)."""
     return math.exp(nats) if nats < 709 else math.inf
 
 

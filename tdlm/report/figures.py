@@ -157,6 +157,7 @@ def _limits(chart: Chart) -> tuple[float, float, float]:
             rights.append(float(line.valid[0][-1]))
         if line.final is not None:
             lows.append(line.final[1])
+            highs.append(line.final[1])  # it is never cut off: it would stand outside of the picture
             rights.append(line.final[0])
     low, high = min(lows, default=0.0), max(highs, default=1.0)
     room = 0.08 * (high - low) or 0.5

@@ -6,13 +6,12 @@ Runs that were not measured alike never share a table; with `one_protocol` they 
 """
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from ..errors import RunError
-from ..files import write_bytes, write_text
+from ..files import json_text, write_bytes, write_text
 from .compare import can_draw, comparison
 from .dots import drawable, figure_file
 from .html import document
@@ -48,7 +47,7 @@ def _write(out: Path, runs: list[Run], sections: list[Section], result: dict[str
     made: dict[str, bytes | str] = {
         "html": document(f"{len(runs)} runs side by side", "Tree-structured diffusion language models", "", body, css="broad"),
         "md": markdown(sections),
-        "json": json.dumps(result, indent=1, ensure_ascii=False) + "\n",
+        "json": json_text(result, indent=1, ensure_ascii=False) + "\n",
         "csv": as_csv(sections),
     }
     if drawable(sections) and can_draw():

@@ -72,6 +72,28 @@ def test_one_document(copy: Path, tdlm: Tdlm, name: str):
         json.loads(plain.out)
 
 
+def test_a_perplexity_that_no_number_holds(copy: Path, tdlm: Tdlm, monkeypatch: pytest.MonkeyPatch):
+    """A judge that is wrong beyond measure: null in JSON, on stdout and in files, and pages are made of it all the same."""
+    judge = toy_judge()
+    judge.model.table *= 1e4
+    for place in ("tdlm.verbs.quality", "tdlm.verbs.evaluate"):
+        monkeypatch.setattr(f"{place}.load_judge", lambda spec, **options: judge)
+    for line, key in ((VERBS["model"], "perplexity"), (VERBS["quality"], "samples")):
+        assert "inf" in tdlm(*line).out
+        value = strict(tdlm(*line, "--json").out)
+        assert (value[key] if key == "perplexity" else value[key]["perplexity"]) is None and json.dumps(value, allow_nan=False)
+    assert strict((copy / "new" / "eval.json").read_text())["perplexity"] is None
+    assert strict((copy / "run" / "quality.json").read_text())["samples"]["perplexity_per_text"] is None
+    assert tdlm("eval", "run").code == 0
+    (copy / "run" / "eval.json").write_text(json.dumps({**strict((copy / "run" / "eval.json").read_text()),
+                                                        **json.loads('{"bound": 800.5, "perplexity": null}')}))
+    for line in (("report", "run"), ("compare", "run", "run", "--out", "side by side")):
+        done = tdlm(*line)
+        assert done.code == 0, done.err
+    strict((copy / "side by side" / "compare.json").read_text())
+    assert "800.5" in (copy / "run" / "report.html").read_text() and "800.5" in (copy / "side by side" / "compare.md").read_text()
+
+
 @pytest.mark.slow
 def test_the_demo_twice(tmp_path: Path, tdlm: Tdlm):
     """The second time it continues where it was: nothing is trained again and the same comes out."""
