@@ -16,7 +16,7 @@ import tyro
 from tyro.conf import OmitArgPrefixes, OmitSubcommandPrefixes, subcommand
 
 from ..errors import ConfigError, TdlmError
-from .make import Import, Prepare, Train, TreeVerb
+from .make import Export, Import, Prepare, Train, TreeVerb
 from .mistakes import parsed
 from .use import Compare, Demo, Eval, Quality, Report, Sample, StudyVerb
 from .words import say, show_json
@@ -25,9 +25,10 @@ Verb = (Annotated[Prepare, subcommand(name="prepare")] | Annotated[TreeVerb, sub
         | Annotated[Train, subcommand(name="train")] | Annotated[Import, subcommand(name="import")]
         | Annotated[Eval, subcommand(name="eval")] | Annotated[Quality, subcommand(name="quality")]
         | Annotated[Sample, subcommand(name="sample")] | Annotated[Report, subcommand(name="report")]
-        | Annotated[Compare, subcommand(name="compare")] | Annotated[StudyVerb, subcommand(name="study")]
+        | Annotated[Export, subcommand(name="export")] | Annotated[Compare, subcommand(name="compare")]
+        | Annotated[StudyVerb, subcommand(name="study")]
         | Annotated[Demo, subcommand(name="demo")])
-VERBS = ("prepare", "tree", "train", "import", "eval", "quality", "sample", "report", "compare", "study", "demo")
+VERBS = ("prepare", "tree", "train", "import", "eval", "quality", "sample", "export", "report", "compare", "study", "demo")
 
 
 def parse(arguments: Sequence[str]) -> Any:

@@ -250,6 +250,31 @@ class Import:
         return result
 
 
+@dataclass
+class Export:
+    """Make a folder to hand on from a run: averaged weights in bf16, tree, tokenizer, numbers and a card; every verb opens it."""
+
+    path: Annotated[Positional[Path], arg(metavar="RUN")]
+    """The run folder (or an exported one, to write its card anew)."""
+    out: Path
+    """The new folder."""
+    dtype: Literal["bfloat16", "float32"] = "bfloat16"
+    """Of the weights; they are computed with in float32 either way."""
+    about: File = None
+    """A text for the head of the card: what this is, whose text it learned from, under which licence."""
+    json: Flag = False
+    """Print the result on stdout."""
+
+    def run(self) -> dict[str, Any]:
+        from ..verbs.export import export_run
+
+        about = None if self.about is None else self.about.read_text(encoding="utf-8")
+        result = export_run(self.path, self.out, dtype=self.dtype, about=about)
+        say(f"{self.out}: {result['weights']:,} weights of step {result['step']}, {result['bytes'] / 1e6:.1f} MB in "
+            f"{result['dtype']}; next: tdlm sample {self.out}")
+        return result
+
+
 def _number(text: str | None) -> float | int | None:
     if text is None:
         return None

@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from ..errors import RunError
-from ..files import file_hash, sync, write_json
+from ..files import file_hash, sync, write_json, write_text
 
 FORMAT = "tdlm-checkpoint-1"
 FOLDER = "checkpoints"
@@ -77,7 +77,7 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], stat
         if final.exists():
             raise RunError(f"{final} exists already; a checkpoint is never overwritten")
         beside.mkdir()
-        _write(beside, step, tensors, state)
+        write(beside, step, tensors, state)
         os.rename(beside, final)
         sync(folder)
         for old in checkpoints(run)[:-keep] if keep is not None else ():
@@ -89,12 +89,13 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], stat
     return final
 
 
-def _write(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+def write(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
+    """The files of a checkpoint; the manifest answers for everything that lies in the folder by then."""
     for name, part in tensors.items():
         path = folder / f"{name}.safetensors"
         save_file({key: value.detach().contiguous() for key, value in part.items()}, path)
         sync(path)
-    write_json(folder / "state.json", {"step": step, **state})
+    write_text(folder / "state.json", json.dumps({"step": step, **state}) + "\n")  # our own: a sum may be infinite and stays so
     files = {path.name: {"bytes": path.stat().st_size, "hash": file_hash(path)} for path in sorted(folder.iterdir())}
     write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
     sync(folder)

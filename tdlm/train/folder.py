@@ -79,6 +79,9 @@ def read_config(out: Path) -> RunConfig:
 def compare(out: Path, old: dict[str, Any], config: dict[str, Any], identity: Mapping[str, str | None]) -> None:
     """Refuse to continue a run as another one; the error lists every field that differs. A setting that did not exist
     when the run was begun had its default value."""
+    if "exported" in old["provenance"]:
+        raise RunError(f"{out} is an exported model without the state of its optimizer, so its run cannot go on; train into a "
+                       f"new folder, beginning with its weights: --init {out}")
     was = RunConfig.from_json(old["config"]).to_json()
     lines = [line for line in difference(was, config) if line.split(":", 1)[0] not in FREE]
     lines += difference({name: old["provenance"].get(name) for name in identity}, dict(identity))

@@ -67,7 +67,8 @@ def open_source(path: str | Path, tokenizer: Tokenizer, warn: Callable[[str], No
     """A run folder, the folder of one checkpoint, or a checkpoint of GIDD or MDLM (a file, a folder, a hub id)."""
     place = Path(path)
     if (place / checkpoint.MANIFEST).is_file():
-        return _of_run(place.resolve().parents[1], checkpoint.load(place), tokenizer)
+        run = place.resolve() if (place / folder.CONFIG).is_file() else place.resolve().parents[1]  # exported: both in one
+        return _of_run(run, checkpoint.load(place), tokenizer)
     if (place / folder.CONFIG).is_file() and (place / folder.TREE).is_file():
         found = checkpoint.newest(place, warn or (lambda line: None))
         if found is None:
@@ -86,6 +87,7 @@ def _of_run(run: Path, found: checkpoint.Checkpoint, tokenizer: Tokenizer) -> So
     tensors, parts = found.tensors("model"), ["model"]
     if "ema" in found.names:
         tensors, parts = tensors | found.tensors("ema"), ["model", "ema"]
+    tensors = {name: value.float() if value.is_floating_point() else value for name, value in tensors.items()}
     files = json.loads((found.path / checkpoint.MANIFEST).read_bytes())["files"]
     digest = bytes_hash("".join(files[f"{part}.safetensors"]["hash"] for part in parts).encode())
     return Source(run.resolve().name, digest, config.backbone, config.method.head, tensors, tree, step=found.step)
