@@ -41,9 +41,10 @@ from ..model.joint import JointHead, Neighbourhood, combinations, marginals, own
 from ..model.model import Network
 from ..process import Cascade, Moment
 from ..registry import register
+from ..rng import sent
 from ..sample import Choice
 from ..sample.draw import invert
-from ..sample.walk import View, in_units
+from ..sample.walk import View, certainty, in_units
 from ..tree.tree import Tree
 from .base import is_pad
 from .tree import Terms, TreeMethod, TreeObjective
@@ -96,17 +97,19 @@ class Neighbours:
         state, node, known = (in_units(values, self.neighbourhood)[row, column] for values in (hidden, view.nodes + 1, known))
         return row, column, head.log_probs(state, node - 1, known)
 
-    def outlook(self, head: Any, hidden: Float[Tensor, "R S d"],
-                view: View) -> tuple[Int[Tensor, "M"], Int[Tensor, "M"], Float[Tensor, "M outcomes"]]:
+    def outlook(self, head: Any, hidden: Float[Tensor, "R S d"], view: View,
+                choice: Choice) -> tuple[Int[Tensor, "M"], Int[Tensor, "M"], Float[Tensor, "M 2"]]:
+        view = view.on(hidden.device)
         row, column, log_probs = self.ask(head, hidden, view)
         if self.unit == self.neighbourhood:
-            return row, column, log_probs
+            return row, column, certainty(log_probs, choice)
         each = marginals(log_probs, head.base, self.neighbourhood)
         which, place = in_units(view.draw, self.neighbourhood)[row, column].nonzero(as_tuple=True)
-        return row[which], column[which] * self.neighbourhood + place, each[which, place]
+        return row[which], column[which] * self.neighbourhood + place, certainty(each[which, place], choice)
 
     def draw(self, head: Any, hidden: Float[Tensor, "R S d"], view: View, uniform: Float[Tensor, "R U"],
-             choice: Choice) -> Int[Tensor, "R S"]:
+             choice: Choice) -> Int[Tensor, "M"]:
+        view, uniform = view.on(hidden.device), uniform.to(hidden.device)
         row, column, log_probs = self.ask(head, hidden, view)
         if self.unit < self.neighbourhood and bool(view.open.any()):
             log_probs = sum_out(log_probs, in_units(view.open, self.neighbourhood)[row, column], head.base)
@@ -115,7 +118,7 @@ class Neighbours:
         mine = uniform[row, column] if self.unit > 1 else in_units(uniform, self.neighbourhood)[row, column, first]
         slots = torch.zeros_like(drawn, dtype=torch.int64)
         slots[row, column] = head.slots(invert(choice.probabilities(log_probs), mine))
-        return slots.flatten(1)[:, : view.nodes.shape[1]]
+        return slots.flatten(1)[:, : view.nodes.shape[1]][view.draw]
 
 
 class JointObjective(TreeObjective):
@@ -127,8 +130,10 @@ class JointObjective(TreeObjective):
         self.reader = neighbours = Neighbours(tree, self.length, self.unit)
         self.own = neighbours.own
 
-    def terms(self, model: Network, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment) -> Terms:
+    def terms(self, model: Network, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment,
+              device: torch.device) -> Terms:
         head = cast(JointHead, model.head)
+        tokens, heights, moment = sent(tokens, device), sent(heights, device), moment.to(device)
         nodes, active = self.active(tokens, heights, moment)
         hidden = model.hidden(nodes, moment.time, moment.level)
         row, column = in_units(active, self.length).any(-1).nonzero(as_tuple=True)

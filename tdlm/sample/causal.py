@@ -15,15 +15,16 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import SampleError
 from ..model.causal import Cache
 from ..model.model import Network, autocast
-from ..rng import Draws
+from ..rng import Draws, sent
 from ..tree.tree import Tree
-from .draw import Choice, Frame, Sampled, fixed_tokens, invert
+from .draw import Choice, Frame, Sampled, at_home, fixed_tokens, invert
+from .walk import choices_by_height
 
 
 @torch.no_grad()
@@ -43,16 +44,16 @@ def generate_left_to_right(model: Network, tree: Tree, shape: tuple[int, int], *
     first, length = int(prompt.min()), shape[1]
     text = torch.cat([torch.full_like(fixed[:, :1], tree.root), fixed], 1)
     frames = [_frame(text, tree, 0)] if trace else []
-    read = _reader(model, length)
-    for position in range(first, length):
-        uniform = draws.uniform(f"position {position}", tree.height)
-        with autocast(text.device, dtype):
-            drawn = _draw_token(model, tree, read(text[:, : position + 1]), uniform, choice)
-        text[:, position + 1] = torch.where(position < prompt, fixed[:, position], drawn)
-        if trace:
-            frames.append(_frame(text, tree, max(0, position + 1 - int(prompt[0]))))
-        if progress is not None:
-            progress(position + 1 - first, length - first)
+    read, draws, choices = _reader(model, length), at_home(draws), choices_by_height(tree.to("cpu"))
+    with autocast(text.device, dtype):
+        for position in range(first, length):
+            uniform = sent(draws.uniform(f"position {position}", tree.height), text.device)
+            drawn = _draw_token(model, tree, choices, read(text[:, : position + 1]), uniform, choice)
+            text[:, position + 1] = torch.where(position < prompt, fixed[:, position], drawn)
+            if trace:
+                frames.append(_frame(text, tree, max(0, position + 1 - int(prompt[0]))))
+            if progress is not None:
+                progress(position + 1 - first, length - first)
     return Sampled(text[:, 1:], length - prompt, length - first, length - first, frames)
 
 
@@ -77,13 +78,16 @@ def _reader(model: Network, length: int) -> Callable[[Tensor], Tensor]:
     return lambda ids: model.hidden(ids, torch.zeros(len(ids), dtype=torch.float64, device=ids.device), None)[:, -1]
 
 
-def _draw_token(model: Network, tree: Tree, hidden: Float[Tensor, "B d"], uniform: Float[Tensor, "B H"],
-                choice: Choice) -> Int[Tensor, "B"]:
+def _draw_token(model: Network, tree: Tree, choices: Bool[Tensor, "heights"] | None, hidden: Float[Tensor, "B d"],
+                uniform: Float[Tensor, "B H"], choice: Choice) -> Int[Tensor, "B"]:
     """From the root down: at every node with a choice the head says which child."""
     node = torch.full((len(hidden),), tree.root, device=hidden.device)
     for level in reversed(range(tree.height)):
         slot = torch.zeros_like(node)
-        row = (tree.num_children[node] > 1).nonzero()[:, 0]
+        if choices is None:  # nodes of one height differ: the processor waits to see which ask
+            row = (tree.num_children[node] > 1).nonzero()[:, 0]
+        else:
+            row = torch.arange(len(node) if choices[level + 1] else 0, device=node.device)
         if len(row):
             log_probs = model.head.log_probs(hidden[row], node[row])
             slot[row] = invert(choice.probabilities(log_probs), uniform[row, level])

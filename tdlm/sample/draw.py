@@ -1,6 +1,11 @@
-"""What all samplers share: how one outcome is chosen from a distribution, which tokens are given, what comes back."""
+"""What all samplers share: how one outcome is chosen from a distribution, which tokens are given, what comes back.
+
+Samplers decide on the processor, on numbers drawn there, whatever does not need the network (who falls, who stays), and send
+the device lists of places: the processor never waits for the device and is always ahead of it.
+"""
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -8,6 +13,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import SampleError
+from ..rng import Draws
+
+LIMIT = 2**25
+"""Entries of one table of distributions; more positions are asked for in parts."""
+WIDE = 4096
+"""From so many outcomes on a plain distribution keeps the network's precision, and only its sums are float64."""
+STRETCH = 256
+"""Outcomes that are summed up first when a wide distribution is inverted."""
 
 
 @dataclass(frozen=True)
@@ -26,8 +39,16 @@ class Choice:
         if not 0 <= self.min_p <= 1:
             raise SampleError(f"min-p must lie in [0, 1], got {self.min_p}")
 
+    @property
+    def plain(self) -> bool:
+        """Whether the distribution stays as it is."""
+        return self == Choice()
+
     def probabilities(self, log_probs: Float[Tensor, "M K"]) -> Float[Tensor, "M K"]:
-        """Temperature, then min-p (at least this share of the best), then the smallest set that holds top-p; float64."""
+        """Temperature, then min-p (at least this share of the best), then the smallest set that holds top-p; float64, unless
+        there is nothing to do to a wide row."""
+        if self.plain and log_probs.shape[1] >= WIDE:
+            return log_probs.exp()
         log_probs = log_probs.double()
         if self.temperature == 0:
             return torch.nn.functional.one_hot(log_probs.argmax(-1), log_probs.shape[-1]).double()
@@ -69,11 +90,42 @@ class Sampled:
 
 def invert(probabilities: Float[Tensor, "M K"], uniform: Float[Tensor, "M"]) -> Int[Tensor, "M"]:
     """The child whose stretch of the cumulative distribution holds `uniform`; rounding never picks an impossible one."""
-    cumulative = probabilities.cumsum(-1)
-    total = cumulative[:, -1:]
-    slot = (uniform[:, None] * total >= cumulative).sum(-1)
-    last = (probabilities > 0).long().mul(torch.arange(probabilities.shape[1], device=probabilities.device)).amax(-1)
+    if probabilities.shape[1] >= WIDE:
+        return _invert_wide(probabilities, uniform)
+    cumulative = probabilities.cumsum(-1, dtype=torch.float64)
+    return _first_above(cumulative, uniform * cumulative[:, -1], probabilities > 0)
+
+
+def _first_above(cumulative: Float[Tensor, "M n"], goal: Float[Tensor, "M"], possible: Tensor) -> Int[Tensor, "M"]:
+    slot = (goal[:, None] >= cumulative).sum(-1)
+    last = possible.long().mul(torch.arange(possible.shape[1], device=possible.device)).amax(-1)
     return torch.minimum(slot, last)
+
+
+def _invert_wide(p: Float[Tensor, "M V"], uniform: Float[Tensor, "M"]) -> Int[Tensor, "M"]:
+    """First which stretch, from the sums of all stretches, then which outcome in it: one pass over `p`."""
+    whole = p.shape[1] // STRETCH * STRETCH
+    sums = p[:, :whole].unflatten(1, (-1, STRETCH)).sum(-1, dtype=torch.float64)
+    if whole < p.shape[1]:
+        sums = torch.cat([sums, p[:, whole:].sum(-1, keepdim=True, dtype=torch.float64)], 1)
+    cumulative = sums.cumsum(-1)
+    goal = uniform * cumulative[:, -1]
+    stretch = _first_above(cumulative, goal, sums > 0)[:, None]
+    goal = goal - (cumulative - sums).gather(1, stretch)[:, 0]
+    place = stretch * STRETCH + torch.arange(STRETCH, device=p.device)
+    inside = p.gather(1, place.clamp(max=p.shape[1] - 1)).double().masked_fill(place >= p.shape[1], 0)
+    return place[:, 0] + _first_above(inside.cumsum(-1), goal, inside > 0)
+
+
+def in_parts(act: Callable[[slice], Tensor], count: int, width: int) -> Tensor:
+    """`act` on some of `count` rows at a time, so that a table over `width` outcomes has at most LIMIT entries."""
+    rows = max(1, LIMIT // width)
+    return act(slice(0, count)) if count <= rows else torch.cat([act(slice(i, i + rows)) for i in range(0, count, rows)])
+
+
+def at_home(draws: Draws) -> Draws:
+    """The same numbers, on the processor."""
+    return Draws(*draws.parts, draws.rows.cpu(), draws.total)
 
 
 def fixed_tokens(shape: tuple[int, int], prefix: Tensor | None, given: Tensor | None, size: int,

@@ -1,11 +1,20 @@
-"""The way down of the flat jump processes: every step draws every position that may change, from one evaluation.
+"""The way down of the flat jump processes: every step draws the positions that may change, from one evaluation.
 
-A *rule* says where the walk starts, which positions a step from t to s may change, and from which row over the states
-(V tokens and MASK) such a position is drawn. `Posterior` is GIDD's: exact Bayes under the prediction,
+A *rule* says where the walk starts, which positions a step from t to s may change, and how such a position is drawn.
+`Posterior` is GIDD's: exact Bayes under the prediction. With z = z_t, q the marginals, (keep, m, b)_ts the kernel of the step
+and k(MASK) = m_ts, k(token) = b_ts,
 
-    q(z_s | z_t, x_theta)  ~  q(z_t | z_s) q_s(z_s | x_theta),
+    q(z_s | z_t = z, x_theta)  ~  k(z) q_s(z_s | x_theta)  +  [z_s = z] keep_ts q_s(z | x_theta)
 
-where temperature, top-p and min-p act on x_theta. At s = 0 it holds neither MASK nor noise, so the last step ends in tokens.
+is a mixture: with probability
+
+    go  =  k(z) / (k(z) + keep_ts q_s(z | x_theta))
+
+the position is drawn afresh from q_s(. | x_theta) = alpha_s x_theta + b_s + m_s [MASK], else it stays. At MASK go is known
+(q_s(MASK) = m_s), at a token q_s(z | x_theta) >= b_s bounds it, and whether a fresh draw comes from x_theta, from the noise or
+is MASK does not depend on x_theta either. So with one number for `go` and one for the fresh draw nearly all positions are
+seen to stay before the network is asked: only the few others reach the head, and a row without any is not evaluated.
+Temperature, top-p and min-p act on x_theta. At s = 0 there is neither MASK nor noise, so the last step ends in tokens.
 The grid (1, t_1), ..., (t_{N-1}, 0) is gone through as it stands: N steps, the network being told the noisier end.
 
 Self-correction (GIDD): N steps are shared out, the larger half to the walk down; then, at most once for each step of the
@@ -21,7 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -29,46 +38,99 @@ from torch import Tensor
 
 from ..model.model import Network, autocast
 from ..process import Cascade
-from ..process.flat import Hybrid, posterior
-from ..rng import Draws
+from ..process.flat import Hybrid
+from ..rng import Draws, sent
 from ..tree.tree import Tree
-from .draw import Choice, Frame, Sampled, fixed_tokens, invert
+from .draw import Choice, Frame, Sampled, at_home, fixed_tokens, in_parts, invert
 from .grid import times_for
+from .replay import Replay
 
-LIMIT = 2**25
-"""Entries of one float64 table of rows; more positions are drawn in parts."""
+
+@runtime_checkable
+class Plan(Protocol):
+    """What one walk knows of its positions without asking the network."""
+
+    def places(self, state: Int[Tensor, "B S"], uniform: Float[Tensor, "B S numbers"], later: float,
+               earlier: float) -> Bool[Tensor, "B S"]:
+        """The positions that this step may change, on the processor."""
+        ...
 
 
 @runtime_checkable
 class Rule(Protocol):
+    numbers: int
+    """Random numbers that a position takes each step."""
+
     def start(self, uniform: Float[Tensor, "B S"]) -> Int[Tensor, "B S"]:
         """The state at t = 1."""
         ...
 
-    def open(self, state: Int[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
-        """The positions that a step may change."""
+    def plan(self, free: Bool[Tensor, "B S"]) -> Plan:
         ...
 
-    def rows(self, head: Any, hidden: Float[Tensor, "M d"], state: Int[Tensor, "M"], later: float, earlier: float,
-             choice: Choice) -> Float[Tensor, "M states"]:
-        """What open positions are drawn from, over V tokens or over V tokens and MASK."""
+    def outcome(self, head: Any, hidden: Float[Tensor, "M d"], state: Int[Tensor, "M"], uniform: Float[Tensor, "M numbers"],
+                later: float, earlier: float, choice: Choice) -> Int[Tensor, "M"]:
+        """Where such positions go."""
         ...
+
+
+class Looking:
+    """Which positions may change is seen from their state alone; the processor waits for it."""
+
+    def __init__(self, free: Bool[Tensor, "B S"], may_change: Callable[[Tensor], Tensor]):
+        self.free, self.may_change = free, may_change
+
+    def places(self, state: Int[Tensor, "B S"], uniform: Float[Tensor, "B S numbers"], later: float,
+               earlier: float) -> Bool[Tensor, "B S"]:
+        return self.may_change(state).cpu() & self.free
 
 
 @dataclass(frozen=True)
 class Posterior:
     process: Hybrid
+    numbers = 2
 
     def start(self, uniform: Float[Tensor, "B S"]) -> Int[Tensor, "B S"]:
         return torch.full_like(uniform, self.process.size, dtype=torch.int64)
 
-    def open(self, state: Int[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
-        return torch.ones_like(state, dtype=torch.bool) if self.process.p_uniform else state == self.process.size
+    def plan(self, free: Bool[Tensor, "B S"]) -> Plan:
+        return Foreseen(self.process, free)
 
-    def rows(self, head: Any, hidden: Float[Tensor, "M d"], state: Int[Tensor, "M"], later: float, earlier: float,
-             choice: Choice) -> Float[Tensor, "M states"]:
-        p = choice.probabilities(head.log_probs(hidden, torch.full_like(state, self.process.size)))
-        return posterior(self.process, state, p, torch.full_like(p[:, 0], earlier), torch.full_like(p[:, 0], later))
+    def outcome(self, head: Any, hidden: Float[Tensor, "M d"], state: Int[Tensor, "M"], uniform: Float[Tensor, "M 2"],
+                later: float, earlier: float, choice: Choice) -> Int[Tensor, "M"]:
+        size, masked = self.process.size, state == self.process.size
+        keep, to_mask, to_each, alpha, mask, each = _step(self.process, later, earlier)
+        p = choice.probabilities(head.log_probs(hidden, torch.full_like(state, size)))
+        own = p.gather(1, state.clamp(max=size - 1)[:, None])[:, 0].double()
+        here, to = torch.where(masked, mask, alpha * own + each), torch.where(masked, to_mask, to_each)
+        go, fresh = uniform[:, 0] * (to + keep * here) < to, uniform[:, 1]
+        noise = ((fresh - alpha) / each).long().clamp(0, size - 1) if each else state
+        token = torch.where(fresh < alpha, invert(p, (fresh / alpha).clamp(max=1)), noise)
+        return torch.where(go, torch.where(fresh < 1 - mask, token, size), state)
+
+
+class Foreseen:
+    """Which positions a step of `Posterior` may change: MASK and token stand for what a position may be by now."""
+
+    def __init__(self, process: Hybrid, free: Bool[Tensor, "B S"]):
+        self.process, self.masked, self.token = process, free, torch.zeros_like(free)
+
+    def places(self, state: Int[Tensor, "B S"], uniform: Float[Tensor, "B S numbers"], later: float,
+               earlier: float) -> Bool[Tensor, "B S"]:
+        keep, to_mask, to_each, _, mask, each = _step(self.process, later, earlier)
+        go, fresh = uniform.unbind(2)
+        going = (self.masked & (go * (to_mask + keep * mask) < to_mask)) | (self.token & (go * (to_each + keep * each) < to_each))
+        to_mask_again = going & (fresh >= 1 - mask)
+        stays = to_mask_again & ~self.token
+        self.masked = torch.where(going, to_mask_again, self.masked)
+        self.token = self.token | (going & ~to_mask_again)
+        return going & ~stays
+
+
+def _step(process: Hybrid, later: float, earlier: float) -> tuple[float, ...]:
+    """(keep, m, b) of the kernel from s to t and of the marginal at s."""
+    s, t = torch.tensor([earlier, later], dtype=torch.float64)
+    return tuple(float(number) for number in (*process.between(s, t), *process.at(s)))
 
 
 @dataclass(frozen=True)
@@ -89,92 +151,83 @@ def generate_flat(model: Network, rule: Rule, tree: Tree, shape: tuple[int, int]
     """Draw `shape` = (B, S) tokens; `correction` follows the walk down with rounds of self-correction."""
     rounds = steps // 2 if correction is not None else 0
     grid = times_for(Cascade(), 1, steps - rounds, per_level, times)
-    fixed = fixed_tokens(shape, prefix, given, tree.size, tree.ancestor.device)
-    walk = _Walk(model, rule, tree.size, fixed, draws, dtype)
+    fixed = fixed_tokens(shape, prefix, given, tree.size, torch.device("cpu"))
+    walk = _Walk(model, rule, tree, fixed, at_home(draws))
     total, frames = len(grid) - 1 + rounds, [walk.frame(1.0)] if trace else []
-    for number, (later, earlier) in enumerate(zip(grid, grid[1:])):
-        moved = walk.step(later, earlier, choice, number)
-        if trace and moved:
-            frames.append(walk.frame(earlier))
-        if progress is not None:
-            progress(number + 1, total)
-    if correction is not None:
-        _correct(walk, correction, choice, rounds)
-        if trace:
-            frames.append(walk.frame(0.0))
-        if progress is not None:
-            progress(total, total)
+    with autocast(walk.state.device, dtype):
+        for number, (later, earlier) in enumerate(zip(grid, grid[1:])):
+            asked = walk.step(later, earlier, choice, number)
+            if trace and asked and walk.state[0].tolist() != frames[-1].nodes:
+                frames.append(walk.frame(earlier))
+            if progress is not None:
+                progress(number + 1, total)
+        if correction is not None:
+            _correct(walk, correction, choice, rounds)
+            if trace:
+                frames.append(walk.frame(0.0))
+            if progress is not None:
+                progress(total, total)
     return Sampled(walk.state, walk.evaluations, walk.calls, total, frames)
 
 
-class Drawn(NamedTuple):
-    """Open positions, what was drawn for them, its probability and the most probable outcome."""
-
-    row: Int[Tensor, "M"]
-    column: Int[Tensor, "M"]
-    outcome: Int[Tensor, "M"]
-    probability: Float[Tensor, "M"]
-    likeliest: Int[Tensor, "M"]
-
-
 class _Walk:
-    """The state of a batch, and the hidden states that were computed from it."""
+    """The state of a batch, on the device, and the hidden states that were computed from it."""
 
-    def __init__(self, model: Network, rule: Rule, size: int, fixed: Int[Tensor, "B S"], draws: Draws, dtype: str):
-        self.model, self.rule, self.size, self.draws, self.dtype = model, rule, size, draws, dtype
+    def __init__(self, model: Network, rule: Rule, tree: Tree, fixed: Int[Tensor, "B S"], draws: Draws):
+        self.model, self.rule, self.size, self.draws = model, rule, tree.size, draws
+        self.device, self.network = tree.ancestor.device, Replay(model)
         self.free = fixed < 0
-        self.state = torch.where(self.free, rule.start(draws.uniform("start", fixed.shape[1])), fixed)
-        self.evaluations = torch.zeros(len(fixed), dtype=torch.int64, device=fixed.device)
-        self.known = torch.zeros(len(fixed), dtype=torch.bool, device=fixed.device)
+        self.state = self.sent(torch.where(self.free, rule.start(draws.uniform("start", fixed.shape[1])), fixed))
+        self.plan = rule.plan(self.free)
+        self.evaluations = torch.zeros(len(fixed), dtype=torch.int64)
+        self.known = torch.zeros(len(fixed), dtype=torch.bool)
+        """Rows whose hidden states are those of their present state (for a network that is not told the time)."""
         self.kept: Tensor | None = None
         self.calls = 0
 
-    def hidden(self, rows: Int[Tensor, "rows"], time: float) -> Float[Tensor, "rows S d"]:
-        """Hidden states of some rows, computed where they are not known."""
+    def sent(self, values: Tensor) -> Tensor:
+        return sent(values, self.device)
+
+    def look(self, rows: Int[Tensor, "rows"], time: float) -> None:
+        """Hidden states of some rows (`kept`), computed where they are not known."""
         asked = rows if self.model.told_time else rows[~self.known[rows]]
         if len(asked):
-            when = torch.full((len(asked),), time, dtype=torch.float64, device=rows.device)
-            fresh = self.model.hidden(self.state[asked], when, None)
+            at, when = self.sent(asked), torch.full((len(asked),), time, dtype=torch.float64, device=self.device)
+            fresh = self.network.hidden(self.state[at], when, None)
             self.evaluations[asked] += 1
             self.calls += 1
             if self.kept is None:
                 self.kept = fresh.new_empty(len(self.state), *fresh.shape[1:])
-            self.kept[asked], self.known[asked] = fresh, True
-        assert self.kept is not None, "rows that are known were computed once"
-        return self.kept[rows]
+            self.kept[at], self.known[asked] = fresh, True
 
-    def draw(self, rows: Int[Tensor, "rows"], open: Bool[Tensor, "rows S"], time: float, tag: str,
-             table: Callable[[Tensor, Tensor], Tensor]) -> Drawn:
-        """Every open position from its row of `table(hidden, state)`, a few positions at a time."""
-        row, column = open.nonzero(as_tuple=True)
-        uniform = self.draws.uniform(tag, self.state.shape[1])[rows][row, column]
-        drawn = Drawn(rows[row], column, torch.empty_like(row), torch.empty_like(uniform), torch.empty_like(row))
-        with autocast(rows.device, self.dtype):
-            hidden = self.hidden(rows, time)
-            for part in torch.arange(len(row), device=row.device).split(max(1, LIMIT // self.size)):
-                p = table(hidden[row[part], column[part]], self.state[drawn.row[part], column[part]])
-                drawn.outcome[part], drawn.likeliest[part] = invert(p, uniform[part]), p.argmax(1)
-                drawn.probability[part] = p.gather(1, drawn.outcome[part][:, None])[:, 0]
-        return drawn
+    def ask(self, places: Bool[Tensor, "B S"], time: float, act: Callable[..., Tensor],
+            uniform: Float[Tensor, "B S *numbers"]) -> tuple[Int[Tensor, "M"], Tensor]:
+        """(flat places, act(hidden, state, uniform) of those positions), a few at a time."""
+        self.look(places.any(1).nonzero()[:, 0], time)
+        assert self.kept is not None, "rows that are known were computed once"
+        at = self.sent(places.flatten().nonzero()[:, 0])
+        hidden, state, mine = self.kept.flatten(0, 1), self.state.view(-1), self.sent(uniform[places])
+        return at, in_parts(lambda part: act(hidden[at[part]], state[at[part]], mine[part]), len(at), self.size)
 
     def step(self, later: float, earlier: float, choice: Choice, number: int) -> bool:
-        """One step down; whether anything changed."""
-        open = self.rule.open(self.state) & self.free
-        rows = open.any(1).nonzero()[:, 0]
-        if not len(rows):
+        """One step down; whether anything may have changed."""
+        rule, length = self.rule, self.state.shape[1]
+        uniform = self.draws.uniform(f"token {number}", length, rule.numbers)
+        places = self.plan.places(self.state, uniform, later, earlier)
+        if not bool(places.any()):
             return False
 
-        def table(hidden: Tensor, state: Tensor) -> Tensor:
-            return self.rule.rows(self.model.head, hidden, state, later, earlier, choice)
+        def act(hidden: Tensor, state: Tensor, mine: Tensor) -> Tensor:
+            return rule.outcome(self.model.head, hidden, state, mine, later, earlier, choice)
 
-        drawn = self.draw(rows, open[rows], later, f"token {number}", table)
-        return self.put(drawn.row, drawn.column, drawn.outcome)
+        self.put(*self.ask(places, later, act, uniform))
+        return True
 
-    def put(self, row: Int[Tensor, "M"], column: Int[Tensor, "M"], token: Int[Tensor, "M"]) -> bool:
-        changed = self.state[row, column] != token
-        self.state[row, column] = token
-        self.known[row[changed]] = False
-        return bool(changed.any())
+    def put(self, at: Int[Tensor, "M"], token: Int[Tensor, "M"]) -> None:
+        if not self.model.told_time:  # what has changed is worth waiting for: the rest need not be evaluated again
+            changed = at[self.state.view(-1)[at] != token].cpu()
+            self.known[changed // self.state.shape[1]] = False
+        self.state.view(-1)[at] = token
 
     def frame(self, time: float) -> Frame:
         state = self.state[0]
@@ -184,29 +237,29 @@ class _Walk:
 def _correct(walk: _Walk, correction: Correction, choice: Choice, rounds: int) -> None:
     """Self-correction of finished texts: one token a round, until nothing wants to change or nothing gets better."""
     choice = replace(choice, temperature=correction.temperature)
-    root, count = walk.size, walk.free.sum(1)
-    best = torch.zeros(len(walk.state), dtype=torch.float64, device=walk.state.device)
+    root, free, (B, S) = walk.size, walk.sent(walk.free), walk.state.shape
+    best, count = torch.zeros(B, dtype=torch.float64), walk.free.sum(1)
     waited, going = torch.zeros_like(count), count > 0
 
-    def table(hidden: Tensor, state: Tensor) -> Tensor:
-        return choice.probabilities(walk.model.head.log_probs(hidden, torch.full_like(state, root)))
+    def act(hidden: Tensor, state: Tensor, uniform: Tensor) -> Tensor:
+        """What is proposed, how probable it is if it differs, and the most probable token."""
+        p = choice.probabilities(walk.model.head.log_probs(hidden, torch.full_like(state, root)))
+        token = invert(p, uniform)
+        return torch.stack([token, p.gather(1, token[:, None])[:, 0] * (token != state), p.argmax(1)], 1)
 
     for number in range(rounds):
-        rows = going.nonzero()[:, 0]
-        if not len(rows):
+        if not bool(going.any()):
             return
-        drawn = walk.draw(rows, walk.free[rows], correction.time, f"correct {number}", table)
-        text = walk.state.clone()
-        score = torch.zeros(text.shape, dtype=torch.float64, device=text.device)
-        score[drawn.row, drawn.column] = drawn.probability * (drawn.outcome != text[drawn.row, drawn.column])
-        proposal, likeliest = text.clone(), text.clone()
-        proposal[drawn.row, drawn.column], likeliest[drawn.row, drawn.column] = drawn.outcome, drawn.likeliest
+        at, drawn = walk.ask(walk.free & going[:, None], correction.time, act, walk.draws.uniform(f"correct {number}", S))
+        empty = torch.zeros(B * S, dtype=torch.float64, device=walk.device)
+        token, score, likeliest = (empty.index_copy(0, at, column).view(B, S) for column in drawn.double().unbind(1))
         score, column = score.max(1)
-        row = torch.arange(len(text), device=text.device)
-        text[row, column] = proposal[row, column]
-        agreed = ((text == likeliest) & walk.free).sum(1).double() / count.clamp(min=1)
+        token, row = token.long(), torch.arange(B, device=walk.device)
+        text = walk.state.clone()
+        text[row, column] = torch.where(score > 0, token[row, column], text[row, column])
+        agreed = ((text == likeliest) & free).sum(1).cpu().double() / count.clamp(min=1)
         waited = torch.where(agreed > best, 0, waited + 1)
         best = torch.maximum(best, agreed)
-        going = going & (score > 0) & (waited <= correction.patience)
-        chosen = going.nonzero()[:, 0]
-        walk.put(chosen, column[chosen], text[chosen, column[chosen]])
+        going = going & (score > 0).cpu() & (waited <= correction.patience)
+        chosen = walk.sent(going.nonzero()[:, 0])
+        walk.put(chosen * S + column[chosen], text[chosen, column[chosen]])

@@ -19,7 +19,7 @@ from ..model.model import Network
 from ..process import Process
 from ..rng import Draws
 from ..tree.tree import Tree
-from .draw import Choice, Sampled, fixed_tokens
+from .draw import Choice, Sampled, at_home, fixed_tokens
 from .grid import times_for
 from .walk import Reader, Walk
 
@@ -35,36 +35,36 @@ def generate(model: Network, process: Process, tree: Tree, shape: tuple[int, int
     `prefix` (P,) or (B, P) are the first tokens; `given` (B, S) fixes any positions (-1: to be made); `shown` (B, S)
     marks given positions that stand as tokens at all times (PADs of a known length).
     """
-    fixed = fixed_tokens(shape, prefix, given, tree.size, tree.ancestor.device)
-    walk = Walk(model, process, tree, fixed, shown, choice, dtype, reader)
+    fixed = fixed_tokens(shape, prefix, given, tree.size, torch.device("cpu"))
+    walk, draws = Walk(model, process, tree, fixed, shown, choice, dtype, reader), at_home(draws)
     grid = times_for(process, tree.height, steps, per_level, times)
     walk.clamp(process.clamp_height(1.0, tree.height))
     frames, asked = [walk.frame(1.0)] if trace else [], 0
-    for number, (later, earlier) in enumerate(zip(grid, grid[1:])):
-        moved = False
-        for high, low in process.segments(later, earlier, tree.height):
-            moved = _descend(walk, draws, high, low, f"{number} {asked}") or moved
-            asked += 1
-        if trace and moved:
-            frames.append(walk.frame(earlier))
-        if progress is not None:
-            progress(number + 1, len(grid) - 1)
+    with walk.autocast():
+        for number, (later, earlier) in enumerate(zip(grid, grid[1:])):
+            moved = False
+            for high, low in process.segments(later, earlier, tree.height):
+                moved = _descend(walk, draws, high, low, f"{number} {asked}") or moved
+                asked += 1
+            if trace and moved:
+                frames.append(walk.frame(earlier))
+            if progress is not None:
+                progress(number + 1, len(grid) - 1)
     return Sampled(walk.finish(), walk.evaluations, walk.calls, len(grid) - 1, frames, walk.together)
 
 
 def _descend(walk: Walk, draws: Draws, later: float, earlier: float, tag: str) -> bool:
     """One segment: draw all targets, then go down level by level until everybody has arrived."""
     process, H, (B, U) = walk.process, walk.tree.height, walk.heights.shape
-    floor, device = process.clamp_height(later, H), walk.nodes.device
-    walk.clamp(floor)
-    kernel = process.reverse(later, earlier, H).to(device)
+    walk.clamp(process.clamp_height(later, H))
+    reach = process.reverse(later, earlier, H).cumsum(-1)
     uniform = draws.uniform(f"height {tag}", U)
-    target = (uniform[..., None] >= kernel.cumsum(-1)[walk.heights]).sum(-1)
+    target = (uniform[..., None] >= reach[walk.heights]).sum(-1)
     target = torch.where(walk.moving, torch.minimum(target, walk.heights), walk.heights)
-    time = torch.full((B,), later, dtype=torch.float64, device=device)
-    level = torch.full((B,), process.level_at(later, H), device=device)
+    time = torch.full((B,), later, dtype=torch.float64)
+    level = torch.full((B,), process.level_at(later, H))
     rounds = 0
     while bool((going := walk.heights > target).any()):
-        walk.step(going, draws.uniform(f"child {tag} {rounds}", U), time, level, floor)
+        walk.step(going, draws.uniform(f"child {tag} {rounds}", U), time, level)
         rounds += 1
     return rounds > 0

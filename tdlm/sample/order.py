@@ -36,7 +36,7 @@ from ..model.model import Network
 from ..process import Process
 from ..rng import Draws
 from ..tree.tree import Tree
-from .draw import Choice, Sampled, fixed_tokens
+from .draw import Choice, Sampled, at_home, fixed_tokens
 from .grid import allocate
 from .walk import Reader, Walk, in_units
 
@@ -56,7 +56,6 @@ class _Turn:
     """For the child of that jump."""
     time: Float[Tensor, "B"]
     level: Int[Tensor, "B"]
-    floor: Int[Tensor, "B"]
 
 
 def first_hitting(model: Network, process: Process, tree: Tree, shape: tuple[int, int], **options: Any) -> Sampled:
@@ -77,18 +76,19 @@ def _in_order(act: Callable[[Walk, _Turn], None], model: Network, process: Proce
               progress: Callable[[int, int], None] | None = None, reader: Reader | None = None) -> Sampled:
     if times is not None:
         raise SampleError("this sampler draws the times of its jumps; leave out the grid of times, or use sampler ancestral")
-    fixed = fixed_tokens(shape, prefix, given, tree.size, tree.ancestor.device)
+    fixed = fixed_tokens(shape, prefix, given, tree.size, torch.device("cpu"))
     walk = Walk(model, process, tree, fixed, shown, choice, dtype, reader)
-    schedule = _Schedule(walk, allocate(steps, tree.height, per_level), draws)
+    schedule = _Schedule(walk, allocate(steps, tree.height, per_level), at_home(draws))
     frames = []
-    while (now := schedule.turn(walk)) is not None:
-        if trace and (not frames or bool(now.candidates[0].any())):
-            frames.append(walk.frame(float(now.time[0]) if frames else 1.0))
-        before = walk.evaluations.clone()
-        act(walk, now)
-        schedule.used.scatter_add_(1, now.level[:, None], (walk.evaluations - before)[:, None])
-        if progress is not None:
-            progress(schedule.total - int(schedule.left(walk).max()), schedule.total)
+    with walk.autocast():
+        while (now := schedule.turn(walk)) is not None:
+            if trace and (not frames or bool(now.candidates[0].any())):
+                frames.append(walk.frame(float(now.time[0]) if frames else 1.0))
+            before = walk.evaluations.clone()
+            act(walk, now)
+            schedule.used.scatter_add_(1, now.level[:, None], (walk.evaluations - before)[:, None])
+            if progress is not None:
+                progress(schedule.total - int(schedule.left(walk).max()), schedule.total)
     tokens = walk.finish()
     if trace:
         frames.append(walk.frame(0.0))
@@ -99,10 +99,10 @@ class _Schedule:
     """The drawn times of all jumps, and how many evaluations each level may take."""
 
     def __init__(self, walk: Walk, steps: list[int], draws: Draws):
-        (B, U), H, device = walk.heights.shape, walk.tree.height, walk.nodes.device
+        (B, U), H = walk.heights.shape, walk.tree.height
         self.steps, self.one_level, self.height = steps, walk.process.knows_level, H
-        self.room = torch.tensor(steps if self.one_level else [sum(steps)] * H, device=device)
-        self.used = torch.zeros(B, H, dtype=torch.int64, device=device)
+        self.room = torch.tensor(steps if self.one_level else [sum(steps)] * H)
+        self.used = torch.zeros(B, H, dtype=torch.int64)
         self.clock, time = walk.process.arrivals(draws.uniform("arrival", U, H), H)
         self.child = draws.uniform("child", U, H)
         falling = self.clock.masked_fill(~walk.moving[..., None], -torch.inf).flatten(1)
@@ -128,34 +128,29 @@ class _Schedule:
         next_jump = (heights - 1).clamp(min=0)[..., None]
         return _Turn(candidates=jumps > 0, must=jumps >= room[:, None], count=-(-jumps.sum(1) // room),
                      clock=self.clock.gather(2, next_jump)[..., 0], uniform=self.child.gather(2, next_jump)[..., 0],
-                     time=self.time.gather(1, done.clamp(max=self.time.shape[1] - 1)[:, None])[:, 0], level=level,
-                     floor=floor)
+                     time=self.time.gather(1, done.clamp(max=self.time.shape[1] - 1)[:, None])[:, 0], level=level)
 
 
 def _as_times_come(walk: Walk, now: _Turn) -> None:
     going = _foremost([now.clock.masked_fill(~now.candidates, -torch.inf)], now.count)
-    walk.step((going | now.must) & now.candidates, now.uniform, now.time, now.level, now.floor)
+    walk.step((going | now.must) & now.candidates, now.uniform, now.time, now.level)
 
 
 def _most_certain(walk: Walk, now: _Turn) -> None:
     """Sequences with free jumps make them; the others ask the network about all candidates and let the best fall."""
-    view = walk.view(now.candidates, now.floor)
+    view, drawn = walk.view(now.candidates), None
     real = in_units(view.draw, walk.reader.unit).any(-1)
     going = now.candidates & ~real
-    slot = view.forced.clamp(min=0)
     rows = (real.any(1) & ~going.any(1)).nonzero()[:, 0]
     if len(rows):
-        with walk.autocast():
-            hidden = walk.look(view, rows, now.time, now.level)
-            row, unit, log_probs = walk.reader.outlook(walk.model.head, hidden, view.part(rows))
-            keys = []
-            for best in (log_probs.double().amax(-1), walk.choice.probabilities(log_probs).amax(-1).log()):
-                key = torch.full(real[rows].shape, -torch.inf, dtype=torch.float64, device=real.device)
-                key[row, unit] = best.round(decimals=3)
-                keys.append(key)
-            going[rows] = (_foremost(keys, now.count[rows]) | now.must[rows]) & real[rows]
-            slot = walk.pick(walk.view(going, now.floor), rows, hidden, now.uniform)
-    walk.fall(going, slot)
+        part, hidden = walk.look(view, rows, now.time, now.level)
+        row, unit, best = walk.reader.outlook(walk.model.head, hidden, part, walk.choice)
+        keys = torch.full((2, *real[rows].shape), -torch.inf, dtype=torch.float64)
+        keys[:, row.cpu(), unit.cpu()] = best.cpu().round(decimals=3).T
+        going[rows] = (_foremost(list(keys), now.count[rows]) | now.must[rows]) & real[rows]
+        view = walk.view(going)
+        drawn = walk.pick(view.part(rows), rows, hidden, now.uniform)
+    walk.fall(going, view, drawn)
 
 
 def _foremost(keys: Sequence[Float[Tensor, "R U"]], count: Int[Tensor, "R"]) -> Bool[Tensor, "R U"]:
@@ -163,4 +158,5 @@ def _foremost(keys: Sequence[Float[Tensor, "R U"]], count: Int[Tensor, "R"]) -> 
     order = torch.arange(keys[0].shape[1], device=count.device).expand(keys[0].shape)
     for key in keys:
         order = order.gather(1, key.gather(1, order).argsort(dim=1, descending=True, stable=True))
-    return order.argsort(1) < count[:, None]
+    chosen = torch.arange(order.shape[1], device=count.device) < count[:, None]
+    return torch.zeros_like(chosen).scatter(1, order, chosen)

@@ -27,7 +27,8 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..process.flat import Hybrid, Uniform
-from .draw import Choice
+from .draw import Choice, invert
+from .flat import Looking, Plan
 
 
 def raw_scores(head: Any) -> Callable[[Tensor, Tensor], Tensor]:
@@ -42,12 +43,17 @@ def raw_scores(head: Any) -> Callable[[Tensor, Tensor], Tensor]:
 @dataclass(frozen=True)
 class AbsorbScore:
     process: Hybrid
+    numbers = 1
 
     def start(self, uniform: Float[Tensor, "B S"]) -> Int[Tensor, "B S"]:
         return torch.full_like(uniform, self.process.size, dtype=torch.int64)
 
-    def open(self, state: Int[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
-        return state == self.process.size
+    def plan(self, free: Bool[Tensor, "B S"]) -> Plan:
+        return Looking(free, lambda state: state == self.process.size)
+
+    def outcome(self, head: Any, hidden: Float[Tensor, "M d"], state: Int[Tensor, "M"], uniform: Float[Tensor, "M 1"],
+                later: float, earlier: float, choice: Choice) -> Int[Tensor, "M"]:
+        return invert(self.rows(head, hidden, state, later, earlier, choice), uniform[:, 0])
 
     def rows(self, head: Any, hidden: Float[Tensor, "M d"], state: Int[Tensor, "M"], later: float, earlier: float,
              choice: Choice) -> Float[Tensor, "M states"]:
@@ -61,12 +67,17 @@ class AbsorbScore:
 class UniformScore:
     process: Uniform
     euler: bool = False
+    numbers = 1
 
     def start(self, uniform: Float[Tensor, "B S"]) -> Int[Tensor, "B S"]:
         return (uniform * self.process.size).long().clamp(max=self.process.size - 1)
 
-    def open(self, state: Int[Tensor, "B S"]) -> Bool[Tensor, "B S"]:
-        return torch.ones_like(state, dtype=torch.bool)
+    def plan(self, free: Bool[Tensor, "B S"]) -> Plan:
+        return Looking(free, lambda state: torch.ones_like(state, dtype=torch.bool))
+
+    def outcome(self, head: Any, hidden: Float[Tensor, "M d"], state: Int[Tensor, "M"], uniform: Float[Tensor, "M 1"],
+                later: float, earlier: float, choice: Choice) -> Int[Tensor, "M"]:
+        return invert(self.rows(head, hidden, state, later, earlier, choice), uniform[:, 0])
 
     def rows(self, head: Any, hidden: Float[Tensor, "M d"], state: Int[Tensor, "M"], later: float, earlier: float,
              choice: Choice) -> Float[Tensor, "M V"]:

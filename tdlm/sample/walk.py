@@ -7,10 +7,15 @@ by itself, another reader may draw positions together.
 Given tokens (a prompt, the surroundings of a gap) stand at their ancestors, at the height that a position which has already
 moved would show; tokens to be *shown* stand as tokens at all times. In a unit that holds both given and missing positions
 the given ones fall along with the unit, to children that are known.
+
+Heights never depend on the network, so they live on the processor, with everything that follows from them: who falls, which
+rows the network is asked about, which positions reach the head. Only nodes live on the device. Where the nodes of one
+height differ in whether they leave a choice (single children, padded paths), the processor must look at the nodes first.
 """
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -21,13 +26,15 @@ from torch.nn import functional as F
 from ..errors import SampleError
 from ..model.model import Network, autocast
 from ..process import Process
+from ..rng import sent
 from ..tree.tree import Tree
-from .draw import Choice, Frame, invert
+from .draw import Choice, Frame, in_parts, invert
+from .replay import Replay
 
 
 @dataclass(frozen=True)
 class View:
-    """What a reader is asked about some rows of a batch."""
+    """What a reader is asked about some rows of a batch. The nodes are on the device, the rest is on the processor."""
 
     nodes: Int[Tensor, "R S"]
     draw: Bool[Tensor, "R S"]
@@ -36,9 +43,22 @@ class View:
     """Positions that fall later in this stretch: they may still become any child."""
     forced: Int[Tensor, "R S"]
     """The slot of a given token that falls now, -1 elsewhere."""
+    branching: int
+    """The most children a node has."""
 
     def part(self, rows: Int[Tensor, "rows"]) -> View:
-        return View(self.nodes[rows], self.draw[rows], self.open[rows], self.forced[rows])
+        nodes = self.nodes if len(rows) == len(self.nodes) else self.nodes[sent(rows, self.nodes.device)]
+        return replace(self, nodes=nodes, draw=self.draw[rows], open=self.open[rows], forced=self.forced[rows])
+
+    @cached_property
+    def places(self) -> tuple[Int[Tensor, "M"], Int[Tensor, "M"]]:
+        """Row and column of what is drawn, in order."""
+        row, column = self.draw.nonzero(as_tuple=True)
+        return row, column
+
+    def on(self, device: torch.device) -> View:
+        """All of it in one place, for a reader that needs nodes and masks together."""
+        return replace(self, draw=sent(self.draw, device), open=sent(self.open, device), forced=sent(self.forced, device))
 
 
 @runtime_checkable
@@ -50,15 +70,20 @@ class Reader(Protocol):
     neighbourhood: int
     """Positions whose children are drawn together."""
 
-    def outlook(self, head: Any, hidden: Float[Tensor, "R S d"],
-                view: View) -> tuple[Int[Tensor, "M"], Int[Tensor, "M"], Float[Tensor, "M outcomes"]]:
-        """Row, unit and log-probabilities of every unit that has something to draw, each by itself."""
+    def outlook(self, head: Any, hidden: Float[Tensor, "R S d"], view: View,
+                choice: Choice) -> tuple[Int[Tensor, "M"], Int[Tensor, "M"], Float[Tensor, "M 2"]]:
+        """Row, unit and `certainty` of every unit that has something to draw, each by itself."""
         ...
 
     def draw(self, head: Any, hidden: Float[Tensor, "R S d"], view: View, uniform: Float[Tensor, "R U"],
-             choice: Choice) -> Int[Tensor, "R S"]:
-        """Slots at the positions of `view.draw`; anything elsewhere."""
+             choice: Choice) -> Int[Tensor, "M"]:
+        """Slots at the positions of `view.draw`, in order. `uniform` is on the processor."""
         ...
+
+
+def certainty(log_probs: Float[Tensor, "M outcomes"], choice: Choice) -> Float[Tensor, "M 2"]:
+    """The log-probability of the best outcome: the network's own, and what `choice` makes of it."""
+    return torch.stack([log_probs.amax(-1).double(), choice.probabilities(log_probs).amax(-1).double().log()], 1)
 
 
 class Alone:
@@ -66,17 +91,27 @@ class Alone:
 
     unit = neighbourhood = 1
 
-    def outlook(self, head: Any, hidden: Float[Tensor, "R S d"],
-                view: View) -> tuple[Int[Tensor, "M"], Int[Tensor, "M"], Float[Tensor, "M K"]]:
-        row, column = view.draw.nonzero(as_tuple=True)
-        return row, column, head.log_probs(hidden[row, column], view.nodes[row, column])
+    def outlook(self, head: Any, hidden: Float[Tensor, "R S d"], view: View,
+                choice: Choice) -> tuple[Int[Tensor, "M"], Int[Tensor, "M"], Float[Tensor, "M 2"]]:
+        state, node = self._active(hidden, view)
+        best = in_parts(lambda part: certainty(head.log_probs(state[part], node[part]), choice), len(node), view.branching)
+        return *view.places, best
 
     def draw(self, head: Any, hidden: Float[Tensor, "R S d"], view: View, uniform: Float[Tensor, "R S"],
-             choice: Choice) -> Int[Tensor, "R S"]:
-        row, column, log_probs = self.outlook(head, hidden, view)
-        slot = torch.zeros_like(view.nodes)
-        slot[row, column] = invert(choice.probabilities(log_probs), uniform[row, column])
-        return slot
+             choice: Choice) -> Int[Tensor, "M"]:
+        state, node = self._active(hidden, view)
+        mine = sent(uniform[view.places], node.device)
+
+        def some(part: slice) -> Tensor:
+            return invert(choice.probabilities(head.log_probs(state[part], node[part])), mine[part])
+
+        return in_parts(some, len(node), view.branching)
+
+    @staticmethod
+    def _active(hidden: Float[Tensor, "R S d"], view: View) -> tuple[Float[Tensor, "M d"], Int[Tensor, "M"]]:
+        row, column = view.places
+        at = sent(row * view.draw.shape[1] + column, hidden.device)
+        return hidden.flatten(0, 1)[at], view.nodes.flatten()[at]
 
 
 def in_units(values: Tensor, length: int) -> Tensor:
@@ -91,79 +126,107 @@ def from_units(values: Tensor, length: int, positions: int) -> Tensor:
     return values if length == 1 else values.repeat_interleave(length, 1)[:, :positions]
 
 
+def choices_by_height(tree: Tree) -> Bool[Tensor, "heights"] | None:
+    """Whether the nodes of a height leave a choice of children; None where nodes of one height differ."""
+    choices = tree.num_children[tree.ancestor] > 1
+    return choices[:, 0] if bool((choices == choices[:, :1]).all()) else None
+
+
 class Walk:
     """The state of a batch on its way down."""
 
     def __init__(self, model: Network, process: Process, tree: Tree, fixed: Int[Tensor, "B S"], shown: Tensor | None,
                  choice: Choice, dtype: str, reader: Reader | None = None):
         self.model, self.process, self.tree, self.choice, self.dtype = model, process, tree, choice, dtype
-        self.reader = reader or Alone()
+        self.reader, self.home, self.network = reader or Alone(), tree.to("cpu"), Replay(model)
         self.is_given, self.given = fixed >= 0, fixed.clamp(min=0)
         if shown is not None and shown.shape != fixed.shape:
             raise SampleError(f"the mark of shown tokens must have the shape {tuple(fixed.shape)} of the samples, "
                               f"got {tuple(shown.shape)}")
-        self.shown = torch.zeros_like(self.is_given) if shown is None else shown.to(fixed.device) & self.is_given
+        self.shown = torch.zeros_like(self.is_given) if shown is None else shown.cpu() & self.is_given
         self.moving = in_units(~self.is_given, self.reader.unit).any(-1)
         self.heights = torch.full_like(self.moving, tree.height, dtype=torch.int64)
-        self.nodes = torch.where(self.shown, self.given, tree.root)
-        self.evaluations = torch.zeros(len(fixed), dtype=torch.int64, device=fixed.device)
+        self.floor = torch.full((len(fixed),), -1)
+        self.nodes = self.sent(torch.where(self.shown, self.given, tree.root))
+        self.evaluations = torch.zeros(len(fixed), dtype=torch.int64)
         self.together = torch.zeros_like(self.evaluations)
         self.calls = 0
+        self.choices = choices_by_height(self.home)
+
+    def sent(self, values: Tensor) -> Tensor:
+        return sent(values, self.tree.ancestor.device)
 
     def spread(self, values: Tensor) -> Tensor:
-        return from_units(values, self.reader.unit, self.nodes.shape[1])
+        return from_units(values, self.reader.unit, self.given.shape[1])
 
     def clamp(self, floor: Int[Tensor, "B"] | int) -> None:
         """Units that are wholly given stand at the lowest height that can be seen now."""
-        floor = torch.as_tensor(floor, device=self.nodes.device).expand(len(self.nodes))[:, None]
-        self.heights = torch.where(self.moving, self.heights, floor)
-        held = ~self.spread(self.moving) & ~self.shown
-        self.nodes = torch.where(held, self.tree.ancestor[floor, self.given], self.nodes)
+        floor = torch.as_tensor(floor).expand(len(self.floor))
+        if not torch.equal(floor, self.floor):
+            self.floor, low = floor, floor[:, None]
+            self.heights = torch.where(self.moving, self.heights, low)
+            held = ~self.spread(self.moving) & ~self.shown
+            self.nodes.view(-1)[self._places(held)] = self.sent(self.home.ancestor[low, self.given][held])
 
-    def view(self, going: Bool[Tensor, "B U"], floor: Int[Tensor, "B"] | int) -> View:
-        """The question when the units of `going` fall and the others that stand above `floor` stay."""
-        floor = torch.as_tensor(floor, device=self.nodes.device).expand(len(self.nodes))[:, None]
+    def _places(self, mask: Bool[Tensor, "B S"]) -> Int[Tensor, "M"]:
+        return self.sent(mask.flatten().nonzero()[:, 0])
+
+    def view(self, going: Bool[Tensor, "B U"]) -> View:
+        """The question when the units of `going` fall and the others that stand above the floor stay."""
         here, standing = self.spread(going), self.spread(self.heights)
-        choice = self.tree.num_children[self.nodes] > 1
+        if self.choices is None:
+            choice = (self.tree.num_children[self.nodes] > 1).cpu()
+        else:
+            choice = self.choices[standing] & ~self.shown
         free = choice & ~self.is_given
-        along = self.tree.slot[(standing - 1).clamp(min=0), self.given]
-        return View(self.nodes, here & free, ~here & free & (standing > floor),
-                    along.where(here & choice & self.is_given, -1))
+        along = self.home.slot[(standing - 1).clamp(min=0), self.given]
+        return View(self.nodes, here & free, ~here & free & (standing > self.floor[:, None]),
+                    along.where(here & choice & self.is_given, -1), self.tree.branching)
 
     def look(self, view: View, rows: Int[Tensor, "rows"], time: Float[Tensor, "B"],
-             level: Int[Tensor, "B"]) -> Float[Tensor, "rows S d"]:
+             level: Int[Tensor, "B"]) -> tuple[View, Float[Tensor, "rows S d"]]:
         """One evaluation of the network for some rows."""
         self.evaluations[rows] += 1
         self.calls += 1
-        return self.model.hidden(view.nodes[rows], time[rows], level[rows])
+        part = view.part(rows)
+        return part, self.network.hidden(part.nodes, self.sent(time[rows]), self.sent(level[rows]))
 
-    def pick(self, view: View, rows: Int[Tensor, "rows"], hidden: Float[Tensor, "rows S d"],
-             uniform: Float[Tensor, "B U"]) -> Int[Tensor, "B S"]:
-        """The slots of all positions: drawn in `rows`, forced where a given token falls along."""
-        slot, part = view.forced.clamp(min=0), view.part(rows)
-        drawn = self.reader.draw(self.model.head, hidden, part, uniform[rows], self.choice)
-        slot[rows] = torch.where(part.draw, drawn, slot[rows])
+    def pick(self, part: View, rows: Int[Tensor, "rows"], hidden: Float[Tensor, "rows S d"],
+             uniform: Float[Tensor, "B U"]) -> Int[Tensor, "M"]:
+        """The slots that are drawn in `rows`."""
         groups = in_units(part.draw, self.reader.neighbourhood).any(-1).sum(1)
         self.together[rows] = torch.maximum(self.together[rows], groups)
-        return slot
+        return self.reader.draw(self.model.head, hidden, part, uniform[rows], self.choice)
 
     def step(self, going: Bool[Tensor, "B U"], uniform: Float[Tensor, "B U"], time: Float[Tensor, "B"],
-             level: Int[Tensor, "B"], floor: Int[Tensor, "B"] | int) -> None:
+             level: Int[Tensor, "B"]) -> None:
         """The units of `going` fall by one height; only rows with a real choice reach the network."""
-        view = self.view(going, floor)
-        slot = view.forced.clamp(min=0)
+        view = self.view(going)
         rows = view.draw.any(1).nonzero()[:, 0]
+        drawn = None
         if len(rows):
-            with self.autocast():
-                slot = self.pick(view, rows, self.look(view, rows, time, level), uniform)
-        self.fall(going, slot)
+            part, hidden = self.look(view, rows, time, level)
+            drawn = self.pick(part, rows, hidden, uniform)
+        self.fall(going, view, drawn)
 
-    def fall(self, going: Bool[Tensor, "B U"], slot: Int[Tensor, "B S"]) -> None:
-        below = self.tree.children[(self.nodes - self.tree.size).clamp(min=0), slot]
-        self.nodes = torch.where(self.spread(going) & (self.nodes >= self.tree.size), below, self.nodes)
+    def fall(self, going: Bool[Tensor, "B U"], view: View, drawn: Int[Tensor, "M"] | None) -> None:
+        """To the children that were drawn, or that are given or the only ones."""
+        rest = self.spread(going)
+        if drawn is not None:
+            rest = rest & ~view.draw
+            self._down(view.draw, drawn)
+        if bool(rest.any()):
+            self._down(rest, self.sent(view.forced.clamp(min=0)[rest]))
         self.heights = self.heights - going.long()
 
+    def _down(self, mask: Bool[Tensor, "B S"], slot: Int[Tensor, "M"]) -> None:
+        at, flat = self._places(mask), self.nodes.view(-1)
+        node = flat[at]
+        below = self.tree.children[(node - self.tree.size).clamp(min=0), slot]
+        flat[at] = torch.where(node >= self.tree.size, below, node)
+
     def autocast(self) -> torch.autocast:
+        """Around all steps: weights are then narrowed once."""
         return autocast(self.nodes.device, self.dtype)
 
     def frame(self, time: float) -> Frame:

@@ -1,0 +1,207 @@
+"""What makes the samplers fast changes nothing: the same numbers give the same tokens as without any haste."""
+from __future__ import annotations
+
+import warnings
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tdlm.assemble import Assembly, assemble
+from tdlm.config import BackboneConfig
+from tdlm.model.head import Tied
+from tdlm.objectives import GiddMethod, MdlmMethod, TreeMethod
+from tdlm.process import Cascade, Cosine, Overlapping
+from tdlm.process.flat import Hybrid
+from tdlm.recipes import recipe
+from tdlm.rng import Draws
+from tdlm.sample import Choice, draw, replay
+from tdlm.sample.draw import invert
+from tdlm.tree import Tree
+from tests.flat_worlds import Table, arbitrary, objective
+from tests.proofs import slow_samplers as slow
+from tests.worlds import TableModel, random_predictor
+
+FLOAT = torch.float64
+EVEN = [[0, 1, 2], [3, 4], [5, 6, 7]]
+PADDED = [0, [1, [2, 3]], [[[4]]], [5, 6, [7, 8]]]
+STAR = list(range(9))
+
+
+def network(method: Any, tree: Tree, conditioning: Any, dtype: torch.dtype = FLOAT, device: str = "cpu") -> Assembly:
+    """A small transformer with arbitrary weights."""
+    backbone = BackboneConfig(blocks=2, width=32, heads=2, conditioning=conditioning)
+    config = replace(recipe("small"), method=method, backbone=backbone)
+    made = assemble(config, tree, pad_id=None, device=device)
+    made.model.to(dtype)
+    for number, weight in enumerate(made.model.parameters()):
+        noise = torch.randn(weight.shape, generator=torch.Generator().manual_seed(number), dtype=FLOAT)
+        weight.data.add_(0.3 * noise.to(weight))
+    return made
+
+
+def rows(count: int) -> Draws:
+    return Draws(3, 0, "fast", torch.arange(count))
+
+
+@pytest.mark.parametrize("nested", [EVEN, PADDED, STAR], ids=["even", "padded", "star"])
+@pytest.mark.parametrize("process,conditioning", [(Cascade(), "level"), (Cascade(Cosine()), "time"), (Cascade(), "none"),
+                                                  (Overlapping(), "none"), (Overlapping(), "time")])
+def test_the_tree_sampler_says_what_the_slow_one_says(nested, process, conditioning):
+    tree = Tree.from_nested(nested)
+    side = network(TreeMethod(process=process, head=Tied()), tree, conditioning)
+    given = torch.full((3, 5), -1)
+    given[0, 1], given[1, :2], given[2, 4] = 3, 6, 0
+    options: list[dict[str, Any]] = [{}, {"given": given}, {"times": [1.0, 0.7, 0.2, 0.0], "choice": Choice(0.8, top_p=0.9)}]
+    for each in options:
+        fast = side.objective.sample(side.model, (3, 5), steps=9, draws=rows(3), **each)
+        tokens, evaluations = slow.ancestral(side.model, process, tree, (3, 5), 9, rows(3), **each)
+        assert fast.tokens.tolist() == tokens and fast.evaluations.tolist() == evaluations
+
+
+@pytest.mark.parametrize("p_uniform", [0.0, 0.3])
+@pytest.mark.parametrize("conditioning", ["time", "none"])
+def test_the_gidd_sampler_says_what_the_slow_one_says(p_uniform, conditioning):
+    side = network(GiddMethod(p_uniform=p_uniform), Tree.star(7), conditioning)
+    process, given = Hybrid(7, p_uniform), torch.full((3, 6), -1)
+    given[0, 1], given[2, :3] = 3, 6
+    for grid in ([1 - k / 12 for k in range(12)] + [0.0], [1.0, 0.6, 0.1, 0.0], [1.0, 0.0]):
+        for each in ({}, {"given": given, "choice": Choice(0.6, min_p=0.05)}):
+            fast = side.objective.sample(side.model, (3, 6), steps=9, times=grid, draws=rows(3), **each)
+            assert fast.tokens.tolist() == slow.gidd(side.model, process, (3, 6), grid, rows(3), **each)
+
+
+def test_most_positions_of_gidd_never_reach_the_head():
+    class Counting:
+        seen = 0
+
+        def log_probs(self, hidden: Tensor, parent: Tensor) -> Tensor:
+            self.seen += len(parent)
+            return hidden.log_softmax(-1)
+
+    for p_uniform, share in ((0.0, 1 / 64), (0.2, 0.15)):
+        model = Table(arbitrary(5, 1))
+        model.head = head = Counting()
+        drawn = objective(GiddMethod(p_uniform=p_uniform), 5).sample(model, (8, 6), steps=64, draws=rows(8))
+        assert head.seen <= share * 8 * 6 * 64 and model.seen == int(drawn.evaluations.sum())
+        assert p_uniform or head.seen == 8 * 6, "without noise every position asks once"
+
+
+@pytest.mark.parametrize("sampler", ["ancestral", "first-hitting", "confidence"])
+def test_distributions_over_a_star_are_made_in_parts(sampler, monkeypatch):
+    """Never more than LIMIT entries of one at a time, whatever the sampler and however few the steps."""
+    side = network(MdlmMethod(), Tree.from_nested(STAR), "none")
+    asked: list[int] = []
+    plain = type(side.model.head).log_probs
+
+    def counted(self: Any, hidden: Tensor, parent: Tensor) -> Tensor:
+        asked.append(len(parent))
+        return plain(self, hidden, parent)
+
+    monkeypatch.setattr(type(side.model.head), "log_probs", counted)
+    whole = side.objective.sample(side.model, (6, 8), steps=3, draws=rows(6), sampler=sampler)
+    assert max(asked) > 10
+    asked.clear()
+    monkeypatch.setattr(draw, "LIMIT", 4 * 9)
+    parts = side.objective.sample(side.model, (6, 8), steps=3, draws=rows(6), sampler=sampler)
+    assert max(asked) == 4 and torch.equal(parts.tokens, whole.tokens)
+
+
+@pytest.mark.parametrize("count", [draw.WIDE, draw.WIDE + 1, 2 * draw.WIDE + draw.STRETCH - 1])
+@pytest.mark.parametrize("dtype", [torch.float32, FLOAT])
+def test_wide_distributions_are_inverted_like_narrow_ones(count, dtype, monkeypatch):
+    generator = torch.Generator().manual_seed(count)
+    p = torch.rand(40, count, generator=generator, dtype=dtype) ** 8
+    p[::2, :700], p[1::2, -700:] = 0, 0
+    p[5] = 0
+    p[5, count - 1] = 1
+    p[6] = 0
+    p[6, 300] = 1e-30
+    uniform = rows(40).uniform("u")
+    uniform[::3] = torch.tensor([2.0**-54, 1 - 2.0**-53]).double().repeat(7)
+    wide = invert(p, uniform)
+    monkeypatch.setattr(draw, "WIDE", 10**9)
+    assert torch.equal(wide, invert(p, uniform))
+    assert bool((p.gather(1, wide[:, None]) > 0).all())
+
+
+def test_a_plain_wide_distribution_keeps_its_numbers():
+    log_probs = torch.randn(3, draw.WIDE).log_softmax(-1)
+    assert torch.equal(Choice().probabilities(log_probs), log_probs.exp())
+    assert Choice(top_p=0.9).probabilities(log_probs).dtype == FLOAT
+    assert torch.allclose(Choice(min_p=1e-9).probabilities(log_probs).float(), log_probs.exp())
+
+
+def recording(monkeypatch, record) -> None:
+    monkeypatch.setattr(replay, "recordable", lambda nodes: len(nodes) < 4)
+    monkeypatch.setattr(replay, "record", record)
+
+
+def sampled(count: int) -> tuple[list[list[int]], int]:
+    tree = Tree.from_nested(EVEN)
+    model = TableModel(tree, random_predictor(tree, 1))
+    tokens = TreeMethod().objective(tree, None).sample(model, (count, 5), steps=40, draws=rows(count)).tokens.tolist()
+    return tokens, model.asked
+
+
+def test_a_recording_answers_for_the_network(monkeypatch):
+    """Every shape is recorded once and answers from then on; large batches are never recorded."""
+    shapes: list[tuple[int, ...]] = []
+
+    def record(call, nodes, time, level):
+        shapes.append(tuple(nodes.shape))
+        return call
+
+    plain, _ = sampled(3)
+    recording(monkeypatch, record)
+    assert sampled(3)[0] == plain and shapes and len(set(shapes)) == len(shapes)
+    shapes.clear()
+    monkeypatch.setattr(replay, "recordable", lambda nodes: False)
+    assert sampled(3)[0] == plain and not shapes
+
+
+def test_a_recording_that_fails_or_says_something_else_is_not_used(monkeypatch):
+    plain, _ = sampled(2)
+    tried: list[int] = []
+
+    def wrong(call, *inputs):
+        tried.append(1)
+        return lambda *values: call(*values).flip(-1)
+
+    recording(monkeypatch, wrong)
+    assert sampled(2)[0] == plain and len(tried) == 1
+
+    def impossible(call, *inputs):
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    recording(monkeypatch, impossible)
+    with pytest.warns(RuntimeWarning, match="without CUDA graphs: operation not permitted when stream is capturing$"):
+        assert sampled(2)[0] == plain
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method,conditioning", [(TreeMethod(), "level"), (TreeMethod(process=Overlapping()), "none"),
+                                                 (GiddMethod(), "time"), (MdlmMethod(), "none")], ids=lambda each: str(each)[:12])
+def test_on_a_gpu_nobody_waits_and_a_recording_says_the_same(method, conditioning, monkeypatch):
+    side = network(method, Tree.star(8) if method.flat else Tree.from_nested(EVEN), conditioning, torch.float32, "cuda")
+
+    def watched(done: int, total: int) -> None:
+        torch.cuda.set_sync_debug_mode("error" if done < total else "default")
+
+    def made(**options: Any) -> Tensor:
+        return side.objective.sample(side.model, (4, 32), steps=40, draws=rows(4), **options).tokens
+
+    monkeypatch.setattr(replay, "TOKENS", 0)
+    try:
+        plain = made(progress=watched)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    monkeypatch.undo()
+    recorded: list[int] = []
+    real = replay.record
+    monkeypatch.setattr(replay, "record", lambda *each: recorded.append(1) or real(*each))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(made(), plain) and recorded
