@@ -11,6 +11,11 @@ is P(Poisson(s) < H) / H.
 
 The reverse of a step from s_b to s_a < s_b is exact: from height h < H the new height is Binomial(h, s_a / s_b); the
 root stays with w_H(a) / w_H(b), else it lands on h' < H with w_{h'}(a) P(Poisson(s_b - s_a) >= H - h') / w_H(b).
+
+Near s = 0 both w_{H-1} and w_H leave float64 in a high tree, while their ratio is a number like any other. So nothing small is
+divided: with M(n, s) = P(Poisson(s) >= n) / P(Poisson(s) = n) = 1 + s/(n+1) + s^2/((n+1)(n+2)) + ..., and d = s_b - s_a,
+
+    w_{H-1} / w_H  =  H / (s M(H, s)),       root -> h' < H:  C(H, h') (a/b)^h' (d/b)^(H-h') M(H-h', d) / M(H, b).
 """
 from __future__ import annotations
 
@@ -39,6 +44,16 @@ def _density(count: int, s: Tensor) -> Tensor:
     return torch.where(torch.isinf(s), torch.zeros_like(s), value)
 
 
+def _beyond(count: Tensor, s: Tensor) -> Tensor:
+    """M(count, s), count >= 1 and s finite: the series where its terms halve at least, else the quotient it stands for."""
+    count, s = torch.broadcast_tensors(count, s)
+    near, far = s.clamp(max=count / 2), s.clamp(min=count / 2)
+    steps = torch.arange(1, 54, dtype=s.dtype, device=s.device)
+    series = 1 + (near[..., None] / (count[..., None] + steps)).cumprod(-1).sum(-1)
+    quotient = torch.special.gammainc(count, far) / torch.exp(count * far.log() - far - torch.lgamma(count + 1))
+    return torch.where(s < count / 2, series, quotient)
+
+
 @register("overlapping")
 @dataclass(frozen=True)
 class Overlapping:
@@ -58,7 +73,7 @@ class Overlapping:
         ratio = torch.empty(len(u), height, dtype=torch.float64, device=u.device)
         for level in range(height - 1):
             ratio[:, level] = (level + 1) / s
-        ratio[:, height - 1] = _density(height - 1, s) / occupancy[:, height]
+        ratio[:, height - 1] = height / (s * _beyond(torch.full_like(s, float(height)), s))
         in_t = ratio * torch.exp(s)[:, None]  # lambda_l w_l / w_{l+1} with lambda_l = 1 / (1 - t)
         clipped = in_t if clip is None else in_t.clamp(max=clip)
         return Moment(time=-torch.expm1(-s), level=None, occupancy=occupancy, weight=ratio / density[:, None],
@@ -66,11 +81,13 @@ class Overlapping:
 
     @staticmethod
     def _mixture_quantile(u: Tensor, height: int) -> Tensor:
-        """s with (1/H) sum_l P(Gamma(l+1) <= s) = u, by bisection in float64 (the batch is small)."""
+        """s with (1/H) sum_l P(Gamma(l+1) <= s) = u, by bisection in float64 (the batch is small). With N ~ Poisson(s) the sum
+        is E min(N, H) = s P(N < H - 1) + H P(N >= H)."""
         low, high = torch.zeros_like(u), torch.full_like(u, 40.0 + 4.0 * height)
         for _ in range(64):
             middle = (low + high) / 2
-            below = sum((_tail(level + 1, middle) for level in range(height)), torch.zeros_like(u)) / height < u
+            few = torch.special.gammaincc(torch.full_like(u, height - 1.0), middle)
+            below = middle / height * few + _tail(height, middle) < u
             low, high = torch.where(below, middle, low), torch.where(below, high, middle)
         return ((low + high) / 2).clamp(min=torch.finfo(torch.float64).tiny)
 
@@ -107,8 +124,12 @@ class Overlapping:
         for h in range(height):
             for new in range(h + 1):
                 matrix[h, new] = math.comb(h, new) * stay**new * (1 - stay) ** (h - new)
-        top = self._in_s(b, height)[height]
-        for new in range(height):
-            matrix[height, new] = _density(new, a) * _tail(height - new, b - a) / top
-        matrix[height, height] = _tail(height, a) / top
+        if torch.isinf(b):  # everything is at the root, and goes where the levels are at a
+            matrix[height] = self._in_s(a, height)
+            return matrix
+        count = torch.arange(height + 1, dtype=torch.float64)
+        beyond, whole = _beyond(count[1:], b - a).flip(0), _beyond(count[height], b)  # of H - h' from h' = 0 on
+        ways = torch.tensor([math.comb(height, new) for new in range(height)], dtype=torch.float64)
+        matrix[height, :height] = ways * stay ** count[:height] * (1 - stay) ** (height - count[:height]) * beyond / whole
+        matrix[height, height] = stay**height * torch.exp(b - a) * _beyond(count[height], a) / whole
         return matrix

@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import math
+from fractions import Fraction
 
 import pytest
 import torch
@@ -198,3 +199,50 @@ def test_both_processes_end_where_they_must():
         for height in (1, 2, 5):
             ends = process.occupancy(torch.tensor([0.0, 1.0], dtype=FLOAT), height)
             assert float(ends[0, 0]) == 1.0 and float(ends[1, height]) == pytest.approx(1.0, abs=1e-15)
+
+
+def beyond(count: int, s: Fraction) -> Fraction:
+    """P(Poisson(s) >= count) / P(Poisson(s) = count), its series in whole numbers."""
+    total = term = Fraction(1)
+    for k in range(1, 100):
+        term *= s / (count + k)
+        total += term
+    return total
+
+
+@pytest.mark.parametrize("height", [1, 2, 3, 20, 32, 64])
+def test_high_trees_have_finite_weights_at_the_very_beginning(height):
+    """u as near to 0 and 1 as the draws come (2^-54 and less): w_{H-1} and w_H are 0 in float64, their ratio is not."""
+    u = torch.tensor([2.0**-54 / 4096, 2.0**-54, 1e-9, 1e-4, 0.03, 0.2, 0.5, 0.9, 1 - 2.0**-53], dtype=FLOAT)
+    moment = Overlapping().moment(u, height, clip=2.0)
+    s = torch.where(u < 0.5 / height, -torch.log1p(-moment.time), -moment.occupancy[:, 0].log())[:-1]  # whichever has digits
+    assert bool(moment.weight.isfinite().all()) and bool((moment.weight > 0).all())
+    assert bool(((moment.train_weight > 0) & moment.train_weight.isfinite()).all())
+    above = moment.weight[:-1, -1] / (moment.weight[:-1, 0] * s if height > 1 else torch.exp(s))  # = w_{H-1} / w_H
+    for ratio, x in zip(above.tolist(), s.tolist()):
+        expected = height / (Fraction(x) * beyond(height, Fraction(x)))
+        assert ratio == pytest.approx(float(expected), rel=1e-8)  # torch's gammainc is good to 1e-9
+
+
+@pytest.mark.parametrize("height", [3, 20, 32])
+def test_every_level_of_a_high_tree_weighs_one(height):
+    """E_u[weight_l w_{l+1}] is the integral of w_l over s, which is 1: what makes the bound unbiased. The first points of the
+    rule stand where the weights were not numbers."""
+    points, shares = (torch.tensor(values, dtype=FLOAT) for values in legendre(400))
+    u = torch.cat([torch.tensor([2.0**-60, 2.0**-54], dtype=FLOAT), points])
+    moment = Overlapping().moment(u, height)
+    parts = moment.weight * moment.occupancy[:, 1:]
+    assert bool(parts.isfinite().all())
+    assert (shares @ parts[2:] - 1).abs().max() < 2e-3
+
+
+@pytest.mark.parametrize("height", [1, 2, 8, 24, 40])
+@pytest.mark.parametrize("later, earlier", [(1e-15, 4e-16), (1e-6, 1e-6), (1e-3, 0.0), (0.4, 0.1), (0.9, 0.9), (1 - 1e-9, 0.5)])
+def test_the_reverse_of_a_high_tree_divides_nothing_small(height, later, earlier):
+    """Rows sum to one and lead from the law at `later` to that at `earlier`, where these are numbers."""
+    process = Overlapping()
+    kernel = process.reverse(later, earlier, height)
+    assert bool((kernel >= 0).all()) and (kernel.sum(1) - 1).abs().max() < 1e-8
+    before, after = (process.occupancy(torch.tensor(t, dtype=FLOAT), height) for t in (later, earlier))
+    assert (before @ kernel - after).abs().max() < 1e-8  # torch's gammainc is good to 1e-9
+    assert torch.allclose(process.reverse(1.0, earlier, height)[height], after, atol=1e-15)
