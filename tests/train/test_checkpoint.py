@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import shutil
 from pathlib import Path
@@ -34,6 +35,12 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert torch.equal(found.tensors("model")["weight"], torch.full((3, 2), 7.0))
     assert found.tensors("optimizer")["step.weight"].shape == ()
     assert not any(file.suffix in (".pt", ".pkl", ".bin") for file in path.iterdir())
+
+
+def test_sums_that_are_not_finite_come_back(tmp_path: Path) -> None:
+    """A bound may be infinite for a moment without ending the run: what is between two progress lines goes on as it was."""
+    path = save(tmp_path, 7, parts(7), {"sums": [1.5, math.inf]}, keep=None)
+    assert load(path).state["sums"] == [1.5, math.inf]
 
 
 def test_a_run_without_checkpoints(tmp_path: Path) -> None:
