@@ -262,12 +262,14 @@ class Export:
     """Of the weights; they are computed with in float32 either way."""
     about: File = None
     """A text for the head of the card: what this is, whose text it learned from, under which licence."""
+    plugin: Plugins = ()
     json: Flag = False
     """Print the result on stdout."""
 
     def run(self) -> dict[str, Any]:
         from ..verbs.export import export_run
 
+        import_plugins(self.plugin)
         about = None if self.about is None else self.about.read_text(encoding="utf-8")
         result = export_run(self.path, self.out, dtype=self.dtype, about=about)
         say(f"{self.out}: {result['weights']:,} weights of step {result['step']}, {result['bytes'] / 1e6:.1f} MB in "

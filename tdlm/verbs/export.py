@@ -26,6 +26,7 @@ from ..files import sync, write_bytes, write_json, write_text
 from ..report.read import read_run
 from ..train import checkpoint, folder
 from ..train.provenance import now, versions
+from ..train.run import open_run
 from .card import card
 
 Dtype = Literal["float32", "bfloat16"]
@@ -44,6 +45,7 @@ def export_run(run: Path | str, out: Path | str, *, dtype: Dtype = "bfloat16", a
     try:
         beside.mkdir(parents=True)
         result = _write(run, found, beside, dtype, about)
+        open_run(beside)  # what cannot be opened is not handed on
         os.rename(beside, out)
         sync(out.parent)
     except OSError as error:

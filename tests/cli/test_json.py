@@ -27,13 +27,14 @@ VERBS = {
     "model": ("eval", "hf:toy", "--data", "data", "--length", "16", "--out", "new/eval.json"),
     "quality": ("quality", "run", "--count", "2", "--steps", "4", "--judge", "toy"),
     "import": ("import", "gidd:them.safetensors", "--out", "new", "--tokenizer", "bytes", "--heads", "2", "--p-uniform", "0.1"),
+    "export": ("export", "run", "--out", "new"),
     "compare": ("compare", "run", "--out", "new"), "report compare": ("report", "compare", "run", "run", "--out", "new"),
     "studies": ("study", "--list"), "runs": ("study", "rivals", "--list"),
     "study": ("study", "rivals", "--out", "new", "--data", "data", "--only", "mdlm", *TINY),
 }
 KEYS = {"prepare": "documents", "build": "levels", "show": "levels", "train": "checkpoint", "plan": "parameters", "eval": "bound",
         "sample": "samples", "report": "report", "sets": "sets", "protocol": "bound", "model": "bound", "quality": "human",
-        "import": "family", "compare": "groups", "report compare": "groups", "studies": "studies", "runs": "studies",
+        "import": "family", "export": "model", "compare": "groups", "report compare": "groups", "studies": "studies", "runs": "studies",
         "study": "scores"}
 
 

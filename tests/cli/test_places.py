@@ -29,6 +29,7 @@ def alone(*arguments: str | Path, **settings: object) -> subprocess.CompletedPro
 WRITES = [("prepare", "text.jsonl", "--tokenizer", "bytes", "--out"),
           ("tree", "build", "--data", "data", "--method", "random", "--out"), ("tree", "show", "tree", "--json", "--svg"),
           ("train", "demo", "--data", "data", "--tree", "tree", *SMALL, "--out"), ("report", "run", "--out"),
+          ("export", "run", "--out"),
           ("demo", "--minutes", "0.01", "--out")]
 
 

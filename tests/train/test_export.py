@@ -4,6 +4,8 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -161,6 +163,14 @@ def test_a_flipped_bit_is_found(run: Path, tmp_path: Path, name: str):
         checkpoint.load(tmp_path / "out")
     with pytest.raises(TdlmError):
         open_run(tmp_path / "out")
+
+
+def test_in_a_process_of_its_own(run: Path, tmp_path: Path):
+    """Nothing that this process has imported is needed."""
+    command = [sys.executable, "-m", "tdlm", "export", str(run), "--out", str(tmp_path / "out"), "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["step"] == 12 and open_run(tmp_path / "out").step == 12
 
 
 def test_what_is_refused(run: Path, tmp_path: Path):
