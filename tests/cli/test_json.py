@@ -34,8 +34,8 @@ VERBS = {
 }
 KEYS = {"prepare": "documents", "build": "levels", "show": "levels", "train": "checkpoint", "plan": "parameters", "eval": "bound",
         "sample": "samples", "report": "report", "sets": "sets", "protocol": "bound", "model": "bound", "quality": "human",
-        "import": "family", "export": "model", "compare": "groups", "report compare": "groups", "studies": "studies", "runs": "studies",
-        "study": "scores"}
+        "import": "family", "export": "model", "compare": "groups", "report compare": "groups", "studies": "studies",
+        "runs": "studies", "study": "scores"}
 
 
 @pytest.fixture(autouse=True)
