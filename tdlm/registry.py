@@ -65,20 +65,21 @@ def from_json(expected: Any, data: Any, where: str = "config") -> Any:
     if origin in (typing.Union, types.UnionType):
         if data is None and type(None) in arguments:
             return None
-        failure: ConfigError | None = None
+        inside: ConfigError | None = None
         for option in arguments:
             try:
                 return from_json(option, data, where)
             except ConfigError as error:
-                failure = error
-        raise failure or ConfigError(f"{where}: no value fits")
+                if not str(error).startswith(f"{where}: "):  # this option is meant, and something in it is wrong
+                    inside = error
+        raise inside or ConfigError(f"{where}: {_wanted(expected)} is expected, got {data!r}")
     if origin is typing.Literal:
         if data not in arguments:
             raise ConfigError(f"{where}: {data!r} is not allowed; choose one of {', '.join(map(repr, arguments))}")
         return data
     if origin is tuple:
         if not isinstance(data, list | tuple):
-            raise ConfigError(f"{where}: a list is expected, got {data!r}")
+            raise ConfigError(f"{where}: {_wanted(expected)} is expected, got {data!r}")
         if len(arguments) == 2 and arguments[1] is Ellipsis:
             return tuple(from_json(arguments[0], item, f"{where}[{i}]") for i, item in enumerate(data))
         if len(data) != len(arguments):
@@ -90,17 +91,27 @@ def from_json(expected: Any, data: Any, where: str = "config") -> Any:
 def _plain(expected: Any, data: Any, where: str) -> Any:
     if expected is Any:
         return data
-    if expected is type(None):
-        if data is not None:
-            raise ConfigError(f"{where}: none is expected, got {data!r}")
+    if expected is type(None) and data is None:
         return None
     if expected is float and isinstance(data, int) and not isinstance(data, bool):
         return float(data)
     if isinstance(expected, type) and isinstance(data, expected) and (expected is bool or not isinstance(data, bool)):
         return data
+    raise ConfigError(f"{where}: {_wanted(expected)} is expected, got {data!r}")
+
+
+def _wanted(expected: Any) -> str:
+    """What fits an annotation, in words: all that does."""
+    origin, arguments = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (typing.Union, types.UnionType):
+        return " or ".join(map(_wanted, arguments))
+    if origin is typing.Literal:
+        return " or ".join(map(repr, arguments))
+    if origin is tuple:
+        return "a list" if arguments[-1] is Ellipsis else f"a list of {len(arguments)} values"
     name = expected.__name__ if isinstance(expected, type) else str(expected)
-    wanted = {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false"}.get(name, name)
-    raise ConfigError(f"{where}: {wanted} is expected, got {data!r}")
+    return {"int": "a whole number", "float": "a number", "str": "a text", "bool": "true or false",
+            "NoneType": "none"}.get(name, name)
 
 
 def _dataclass(cls: type, data: dict[str, Any], where: str) -> Any:
