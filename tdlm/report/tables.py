@@ -79,24 +79,27 @@ def about(entry: Entry) -> str:
     return " \N{MIDDLE DOT} ".join(str(part) for part in parts if part)
 
 
-SHARED = ("estimator", "judge", "device")
-"""Columns that become a line above the tables where all runs agree on them."""
+SHARED = {"estimator": "bound", "judge": "generative_perplexity", "device": "method"}
+"""Columns that become a line above the tables where all runs agree on them, and what they are about: a run without a generative
+perplexity has no judge, but one without an estimator beside its bound was not measured like those that have one."""
 
 
 def shown(sections: Sequence[Section]) -> list[tuple[str, Callable[[Facts], str]]]:
     """The columns in which runs have something to say that is not the same for all of them."""
     return [(name, text) for name, text in COLUMNS
-            if len(said := _values(sections, text)) > 1 or (said and name not in SHARED)]
+            if (said := _values(sections, name, text)) - {DASH} and (len(said) > 1 or name not in SHARED)]
 
 
 def shared(sections: Sequence[Section]) -> str:
-    """What is the same for all runs that say it."""
-    found = [(name, _values(sections, text)) for name, text in COLUMNS if name in SHARED]
-    return " \N{MIDDLE DOT} ".join(f"{name}: {next(iter(said))}" for name, said in found if len(said) == 1)
+    """What is the same for all runs that it is about."""
+    found = [(name, _values(sections, name, text)) for name, text in COLUMNS if name in SHARED]
+    return " \N{MIDDLE DOT} ".join(f"{name}: {next(iter(said))}" for name, said in found if len(said) == 1 and said != {DASH})
 
 
-def _values(sections: Sequence[Section], text: Callable[[Facts], str]) -> set[str]:
-    return {text(entry.facts) for section in sections for entry in section.entries} - {DASH}
+def _values(sections: Sequence[Section], name: str, text: Callable[[Facts], str]) -> set[str]:
+    """What the runs say in a column; a dash where one that should say it does not."""
+    return {text(entry.facts) for section in sections for entry in section.entries
+            if entry.facts.get(SHARED.get(name, name), "") is not None}
 
 
 def alike(section: Section) -> str:

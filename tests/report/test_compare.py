@@ -16,6 +16,7 @@ from tdlm.report import compare_runs
 from tdlm.report.protocol import in_words, protocol
 from tdlm.report.ranking import rank
 from tdlm.report.read import read_run
+from tdlm.report.tables import shared, shown
 from tests.report.test_html import EVIL, Page
 
 QUALITY = {"judge": {"name": "gpt2-large", "dtype": "float32"}, "max_length": 512, "settings": {"steps": 64, "evaluations": 61.5},
@@ -72,6 +73,21 @@ def test_sorted_by_bound_and_marked_by_error(runs: list[Path]) -> None:
     assert [entry.place for entry in section.entries] == [3, 1, 0, 2]
     assert 5.42 - 5.40 < 2 * math.hypot(0.0112, 0.0112) < 5.61 - 5.40
     assert [entry["kind"] for entry in section.entries] == ["bound", "bound", "bound", "exact"]
+
+
+def test_what_some_runs_do_not_say_is_not_the_same_throughout(make_run, tmp_path: Path) -> None:
+    """One of two numbers does not say how it was estimated: a column, with a dash. A run that was not judged needs no judge."""
+    paths = [change(make_run(tmp_path / name, steps=40, bound=5.4), "eval.json", estimator="count") for name in ("one", "two")]
+    change(paths[0], "quality.json", **QUALITY)
+    sections = ranked(*paths)
+    assert "estimator: count" in shared(sections) and "judge: gpt2-large" in shared(sections)
+    assert not {"estimator", "judge", "device"} & {name for name, _ in shown(sections)}
+    change(paths[1], "eval.json", estimator=None)
+    change(paths[1], "config.json", provenance__device=None)
+    sections = ranked(*paths)
+    assert "estimator" not in shared(sections) and "device" not in shared(sections) and "judge: gpt2" in shared(sections)
+    cells = {name: [text(entry.facts) for section in sections for entry in section.entries] for name, text in shown(sections)}
+    assert sorted(cells["estimator"]) == ["count", "\N{EN DASH}"] and "\N{EN DASH}" in cells["device"]
 
 
 def test_what_is_no_bound_is_not_best_where_there_are_bounds(runs: list[Path], make_run, tmp_path: Path) -> None:
