@@ -296,6 +296,10 @@ class StudyVerb:
     """Who reads generated text: as tdlm quality --judge, or the folder of a left-to-right run (default: gpt2-large)."""
     trees_only: Flag = False
     """Prepare data and trees, which needs no GPU, and train nothing."""
+    within: Annotated[float | None, arg(metavar="N", help_behavior_hint="")] = None
+    """Begin no run that would not be done in so many minutes from now (0: only make the tables of what is finished)."""
+    pack: File = None
+    """At the end, put all but the weights into this .tar.gz; tar -xzf FILE -C DIR brings it to another machine's folder."""
     device: Text = None
     """cpu, cuda or cuda:N (default: a GPU if there is one)."""
     json: Flag = False
@@ -312,7 +316,11 @@ class StudyVerb:
                               f"{', '.join(STUDIES)} (tdlm study --list)")
         self._check(() if self.finished else chosen.runs(self.size, wishes))
         result = conduct(chosen, self.out, size=self.size, data=self.data, only=self.only, device=self.device, say=say,
-                         wishes=wishes, finished=self.finished, trees_only=self.trees_only)
+                         wishes=wishes, finished=self.finished, trees_only=self.trees_only, within=self.within)
+        if self.pack is not None:
+            from ..study.pack import pack
+
+            say(f"{self.pack}: {pack(self.out, self.pack) / 2**20:.1f} MiB, everything but the weights")
         if not self.json:
             self._show(result)
         if result["failed"]:

@@ -10,14 +10,13 @@ from the run folders each time.
 """
 from __future__ import annotations
 
-import json
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from ..config import RunConfig
 from ..data.prepare import prepare
 from ..data.store import TokenStore
 from ..device import choose_device
@@ -36,11 +35,14 @@ from .predict import summary
 
 def conduct(study: Study, out: Path, *, size: Size = "toy", data: Path | None = None, only: Sequence[str] = (),
             device: str | None = None, say: Say, command: str | None = None, progress: Callable[[], Progress] | None = None,
-            wishes: Wishes = Wishes(), finished: Sequence[Path] = (), trees_only: bool = False) -> dict[str, Any]:  # noqa: B008 - frozen
+            wishes: Wishes = Wishes(), finished: Sequence[Path] = (), trees_only: bool = False,  # noqa: B008 - frozen
+            within: float | None = None) -> dict[str, Any]:
     """Do what is left of a study; returns what every run scored, beside n-gram models on the same tokens.
 
-    `finished` are runs to study instead of the study's own; `trees_only` prepares data and trees and trains nothing.
+    `finished` are runs to study instead of the study's own; `trees_only` prepares data and trees and trains nothing; no run is
+    begun that would not be done `within` so many minutes.
     """
+    until = None if within is None else time.monotonic() + 60 * within
     for name, what in (("config.json", "a run"), ("manifest.json", "prepared data")):
         if (out / name).exists():
             raise ConfigError(f"{out} is the folder of {what}; choose another --out for the study")
@@ -57,11 +59,16 @@ def conduct(study: Study, out: Path, *, size: Size = "toy", data: Path | None = 
     if chosen:
         data = _novels(out / "data", study.tokenizer, say) if data is None else data
         say(summary(chosen, size, TokenStore(data).size))
-    engine = Engine(size, out, data, entries, place, say, command, progress)
+    engine, late = Engine(size, out, data, entries, place, say, command, progress, until), []
     for number, entry in enumerate(chosen, 1):
-        engine.attempt(entry, f"{number}/{len(chosen)} ", trees_only)
-    result = {"study": study.name, "size": size, "scores": engine.scores, "failed": engine.failed, "files": {}, "differences": [],
-              "provenance": provenance(place, command=command)}
+        if trees_only or engine.has_time(entry):
+            engine.attempt(entry, f"{number}/{len(chosen)} ", trees_only)
+        else:
+            late.append(entry.name)
+    if late:
+        say(f"no time was left for {', '.join(late)}")
+    result = {"study": study.name, "size": size, "scores": engine.scores, "failed": engine.failed, "late": late, "files": {},
+              "differences": [], "provenance": provenance(place, command=command)}
     if trees_only:
         result["trees"] = sorted(path.name for path in (out / TREES).glob("*.safetensors"))
     else:
@@ -107,13 +114,10 @@ def _page(found: Collection, own: str) -> None:
 
 def _finished(engine: Engine, entry: Entry, trials: dict[str, dict[str, Any]]) -> Row | None:
     """A run that is trained and evaluated, with the configuration it really had."""
+    if engine.reached(entry) is None:
+        return None
     where = engine.folder(entry)
-    old = run_folder.read(where)
-    if old is None or not (where / "eval.json").is_file():
-        return None
-    config = RunConfig.from_json(old["config"])
-    if json.loads((where / "eval.json").read_text(encoding="utf-8")).get("step") != config.train.steps:
-        return None
+    config = run_folder.read_config(where)
     spent = sum(found["minutes"] for found in trials.values() if found["of"] == entry.name)
     return row_of(replace(entry, config=config), where, spent)
 

@@ -1,13 +1,17 @@
 """Making the runs of a study, one after another: the tree, the learning rate, the number of steps, training, evaluation.
 
 What is there is not made again: a tree is built once for all runs that ask for the same options, a finished run is not trained
-again and an evaluated one not evaluated again. A run that fails is reported and stops no other.
+again and an evaluated one not evaluated again. What a run reached stands in its folder, so a finished run needs no weights: a
+trial's are thrown away at once, and a study that was carried to another machine without any goes on there. A run that fails is
+reported and stops no other; one that does not fit into the time that is left is not begun.
 """
 from __future__ import annotations
 
 import contextlib
 import gc
 import json
+import shutil
+import time
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
@@ -17,20 +21,26 @@ from typing import Any
 import torch
 
 from ..config import RunConfig
+from ..data.batches import eval_rows
+from ..data.store import TokenStore
 from ..errors import RunError
 from ..files import bytes_hash, write_json, write_text
+from ..train import checkpoint
 from ..train import folder as run_folder
-from ..train.loop import train
+from ..train.loop import tf32, train
 from ..train.metrics import Progress, read_metrics
 from ..train.pace import Pace, in_minutes, measured
 from ..train.provenance import device_name
-from ..train.run import open_run
+from ..train.run import Run, open_run
 from ..verbs.evaluate import evaluate_run
 from ..verbs.tree import build_from
 from .entry import Entry, Size, TreeOptions
 
 ROWS: dict[Size, int | None] = {"toy": None, "budget": 4096, "full": None}
 """Validation rows that the final evaluation scores."""
+REPEATS = 4
+BEYOND = 20.0
+"""Seconds that a run of so many minutes takes beside its training, until one has shown how many it really takes."""
 RUNS, TREES, PACES, FAILED = "runs", "trees", "paces", "failed"
 Say = Callable[[str], None]
 
@@ -48,20 +58,35 @@ class Engine:
     say: Say
     command: str | None
     progress: Callable[[], Progress] | None
+    until: float | None = None
+    """When to be done, on time.monotonic's clock."""
+    beyond: float = 0.0
+    """The most seconds that a run of this command has taken beside its training."""
     failed: dict[str, str] = field(default_factory=dict)
     scores: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def attempt(self, entry: Entry, count: str, trees_only: bool) -> None:
         """One run; whatever goes wrong with it is told, kept, and stops no other."""
         try:
-            tree = None if entry.tree is None else self.tree(entry.tree)
-            if not trees_only:
-                self.run(entry, tree, count)
+            started = time.monotonic()
+            if trees_only:
+                if entry.tree is not None:
+                    self.tree(entry.tree)
+            elif not self.done_before(entry):
+                self.run(entry, None if entry.tree is None else self.tree(entry.tree), count)
+                self.beyond = max(self.beyond, time.monotonic() - started - 60 * (entry.minutes or 0.0))
             self.succeed(entry.name)
         except Exception as error:
             self.fail(entry.name, error)
         finally:
             _clear(self.device)
+
+    def has_time(self, entry: Entry) -> bool:
+        """Whether a run can be done in what is left of the time: its minutes, and what others took beside theirs."""
+        if self.until is None or self.reached(entry) is not None:
+            return True
+        beyond = self.beyond or (0.0 if entry.minutes is None else BEYOND)
+        return time.monotonic() + 60 * (entry.minutes or 0.0) + beyond < self.until
 
     def fail(self, name: str, error: Exception) -> None:
         """Called while the error is being handled."""
@@ -82,9 +107,35 @@ class Engine:
             train(config, data=self.data, tree=tree, out=where, device=self.device, command=self.command,
                   progress=None if self.progress is None else self.progress())
             if entry.trial_of is not None:
+                shutil.rmtree(where / checkpoint.FOLDER, ignore_errors=True)
                 return
             self.scores[entry.name] = score = self.evaluated(where)
         self.say(f"    {score['bound']:.3f} nats/token (unigram {score['ngrams']['unigram']:.3f})")
+
+    def done_before(self, entry: Entry) -> bool:
+        """Whether the run is complete, as the one that is asked for now: of other settings or other data it is refused."""
+        score = self.reached(entry)
+        if score is None:
+            return False
+        assert self.data is not None
+        old = run_folder.read(where := self.folder(entry))
+        with self.settled(entry, None) as config:
+            run_folder.compare(where, old or {}, config.to_json(), {"data_fingerprint": TokenStore(self.data).fingerprint})
+        if entry.trial_of is None:
+            self.scores[entry.name] = score
+        return True
+
+    def reached(self, entry: Entry) -> dict[str, Any] | None:
+        """What a complete run scored (a trial: its validation bound); None where something is left to do."""
+        old = run_folder.read(where := self.folder(entry))
+        if old is None:
+            return None
+        if entry.trial_of is not None:
+            bound = last_bound(where)
+            return None if bound is None else {"bound": bound}
+        kept = where / "eval.json"
+        score = json.loads(kept.read_text(encoding="utf-8")) if kept.is_file() else {}
+        return score if score.get("step") == old["config"]["train"]["steps"] else None
 
     @contextlib.contextmanager
     def settled(self, entry: Entry, tree: Path | None) -> Iterator[RunConfig]:
@@ -143,15 +194,23 @@ class Engine:
         return path
 
     def evaluated(self, where: Path) -> dict[str, Any]:
-        """The run's eval.json, made if it is missing or of other weights."""
+        """The run's eval.json, with products as exact as those of its training."""
         run = open_run(where, self.device)
-        kept = where / "eval.json"
-        if kept.is_file():
-            found = json.loads(kept.read_text(encoding="utf-8"))
-            if found.get("step") == run.step:
-                return found
-        return evaluate_run(run, data=self.data, split="valid", estimator="auto", pad=None, repeats=4, limit=ROWS[self.size],
-                            batch=32, seed=0, say=lambda line: None)
+        with tf32(torch.device(self.device)):
+            return evaluate_run(run, data=self.data, split="valid", estimator="auto", pad=None, repeats=REPEATS,
+                                limit=ROWS[self.size], batch=32, seed=0, say=lambda line: None, counted=self.counted(run))
+
+    def counted(self, run: Run) -> dict[str, Any] | None:
+        """What n-gram models scored beside another run of this study on the same rows: counting takes longer than evaluating."""
+        store, data = run.store(self.data), run.config.data
+        rows = len(eval_rows(store, length=data.length, layout=data.layout, limit=ROWS[self.size]))
+        same = {"split": "valid", "length": data.length, "layout": data.layout, "documents": rows}
+        for entry in self.entries:
+            found = None if entry.trial_of is not None else self.reached(entry)
+            if found is not None and "ngrams" in found and same.items() <= found.items() \
+                    and found["provenance"]["data_fingerprint"] == store.fingerprint:
+                return {name: found[name] for name in ("ngrams", "ngram_tokens")}
+        return None
 
 
 def tree_name(options: TreeOptions) -> str:

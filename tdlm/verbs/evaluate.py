@@ -40,14 +40,17 @@ STRICT = "strict"
 
 def evaluate_run(run: Run, *, data: Path | None, split: str, estimator: str, pad: Pad | None, repeats: int,
                  limit: int | None, batch: int, seed: int, say: Callable[[str], None], protocol: str = STRICT,
-                 length: int | None = None, layout: str | None = None) -> dict[str, Any]:
-    """The rows of a prepared folder."""
+                 length: int | None = None, layout: str | None = None, counted: dict[str, Any] | None = None) -> dict[str, Any]:
+    """The rows of a prepared folder. `counted` is what n-gram models scored on these very rows (`ngrams`, `ngram_tokens`), where
+    that is known already."""
     store = run.store(data)
     chosen, objective = _for_run(run, protocol, estimator, pad, length, layout)
     rows = protocol_rows(chosen, store, split=split, limit=limit)
     bound = _bound(run, objective, chosen, rows, estimator, repeats, batch, seed)
     result = {**_result(chosen, bound, rows, store.tokenizer), "step": run.step, "split": split, "vocabulary": store.size}
-    if chosen.average == "tokens":
+    if chosen.average == "tokens" and counted is not None:
+        result |= counted
+    elif chosen.average == "tokens":
         say("counting n-grams on the training tokens")
         result["ngrams"] = ngram_cross_entropies(_training(store), rows.numpy(), size=store.size, pad_id=store.pad_id)
         result["ngram_tokens"] = min(NGRAM_TOKENS, store.tokens("train"))
