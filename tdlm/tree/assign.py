@@ -21,16 +21,24 @@ _BULK = 64  # violations that are always mended one path at a time
 _BLOCK = 1 << 19  # numbers looked at together: a block of costs plus prices stays in the processor's cache
 
 
+def in_numpy(values: Tensor) -> bool:
+    """Whether numpy does the work that it does better in one thread than torch: on the processor. Everywhere else the same is
+    said in operations of torch, which give the same up to rounding."""
+    return values.device.type == "cpu"
+
+
 def two_cheapest(cost: Tensor, price: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(B, m, k) costs and (B, k) prices -> (B, m) best cluster, second best, and what the second costs more.
 
     Places that hold no point get the label k for both and a cost of zero."""
     k = cost.shape[2]
-    if cost.device.type == "cpu":
+    if in_numpy(cost):
         best, second, slack = (torch.from_numpy(found) for found in _two_cheapest(cost.numpy(), price.numpy()))
-    else:
-        value, both = (cost + price[:, None]).topk(2, dim=2, largest=False)
-        (best, second), slack = both.unbind(2), value[:, :, 1] - value[:, :, 0]
+    else:  # two reductions: topk is slower here, and of equal costs it may take any
+        priced = cost + price[:, None]
+        least, best = priced.min(2)
+        next_, second = priced.scatter_(2, best[:, :, None], torch.inf).min(2)
+        slack = next_ - least
     return best.masked_fill(~valid, k), second.masked_fill(~valid, k), torch.where(valid, slack, 0)
 
 
@@ -60,15 +68,24 @@ def _two_cheapest(cost: np.ndarray, price: np.ndarray) -> tuple[np.ndarray, np.n
 
 def sizes_of(label: Tensor, k: int) -> Tensor:
     """(B, m) labels -> (B, k) cluster sizes; the label k is not counted."""
-    return torch.bincount(flat_label(label, k), minlength=len(label) * (k + 1)).view(-1, k + 1)[:, :k]
+    return _lengths(flat_label(label, k), len(label) * (k + 1)).view(-1, k + 1)[:, :k]
+
+
+def _lengths(segment: Tensor, count: int) -> Tensor:
+    """How often each number occurs. A GPU's bincount asks the device twice how large the numbers are; whole numbers may be
+    added by atomics, their order tells nothing."""
+    if in_numpy(segment):
+        return torch.bincount(segment, minlength=count)
+    return segment.new_zeros(count).scatter_add_(0, segment, torch.ones_like(segment))
 
 
 def segment_sums(values: Tensor, segment: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """Sums of values (n, ...) by segment number (n,), and the segments' lengths. Sorted first: no atomics, so the same
     bytes every time on every device."""
     order = segment.argsort(stable=True)
-    length = torch.bincount(segment, minlength=count)
-    return torch.segment_reduce(values[order], "sum", lengths=length, axis=0), length
+    length = _lengths(segment, count)
+    # unsafe: without the checks of the lengths, for which the processor would wait
+    return torch.segment_reduce(values[order], "sum", lengths=length, axis=0, unsafe=True), length
 
 
 def flat_label(label: Tensor, k: int) -> Tensor:
@@ -79,7 +96,7 @@ def flat_label(label: Tensor, k: int) -> Tensor:
 def _typical(slack: Tensor, label: Tensor, k: int) -> Tensor:
     """(B, k) mean slack of the points with that label; zero where there is none."""
     flat, bins = flat_label(label, k), len(label) * (k + 1)
-    if slack.device.type == "cpu":  # one thread, in order: as reproducible as sorting and far cheaper
+    if in_numpy(slack):  # one thread, in order: as reproducible as sorting and far cheaper
         count = torch.bincount(flat, minlength=bins)
         total = torch.bincount(flat, slack.flatten(), minlength=bins)
     else:
@@ -134,11 +151,12 @@ class Prices:
         nodes, columns = poor.any(1).nonzero()[:, 0], poor.any(0).nonzero()[:, 0]
         here = (nodes[:, None], columns[None])
         want = torch.where(poor[here], (lo[nodes, None] - size[here] + 1) // 2, 0)
-        part = cost[nodes][:, :, columns] + self.price[here][:, None]
-        lowest = (cost[nodes] + self.price[nodes, None]).amin(2, keepdim=True)
-        own = best[nodes, :, None] == columns
-        lead = (part - lowest).masked_fill(own | ~valid[nodes, :, None], torch.inf)
-        nearest = lead.transpose(1, 2).topk(int(want.max()), dim=2, largest=False).values
+        price, places = self.price[nodes], torch.arange(cost.shape[1], device=cost.device)
+        own = best[nodes].clamp(max=cost.shape[2] - 1)  # places without a point are masked below
+        lowest = cost[nodes[:, None], places, own] + price.gather(1, own)
+        lead = cost[nodes[:, None, None], places, columns[:, None]] + price[:, columns, None] - lowest[:, None]  # (b, c, m)
+        lead.masked_fill_((best[nodes, None] == columns[:, None]) | ~valid[nodes, None], torch.inf)
+        nearest = lead.topk(int(want.max()), dim=2, largest=False).values
         reach = nearest.gather(2, (want - 1).clamp(min=0)[:, :, None])[:, :, 0]
         self.price[here] -= torch.where((want > 0) & reach.isfinite(), reach * 1.001, 0)
         return True
@@ -175,16 +193,14 @@ class _Residual:
         cut = np.searchsorted(label[order], np.arange(self.k + 1))
         self.members = [order[cut[a] : cut[a + 1]] for a in range(self.k)]
         self.size = np.diff(cut)
-        self.weight = np.full((self.k, self.k), np.inf)
+        self.weight = np.full((self.k, self.k), np.inf, order="F")  # ways into a cluster lie together: so `shortest` reads
+        self.room = np.empty_like(self.weight)
         for a in range(self.k):
             self.refresh(a)
 
-    def loss(self, a: int) -> np.ndarray:
-        rows = self.cost[self.members[a]]
-        return rows - rows[:, a : a + 1]
-
     def refresh(self, a: int) -> None:
-        self.weight[a] = self.loss(a).min(0) if len(self.members[a]) else np.inf
+        rows = self.cost[self.members[a]]
+        self.weight[a] = (rows - rows[:, a : a + 1]).min(0) if len(rows) else np.inf
         self.weight[a, a] = np.inf
 
     def move(self, path: list[int], amount: int) -> None:
@@ -192,8 +208,8 @@ class _Residual:
         amount = min(amount, *(len(self.members[a]) for a in path[:-1]))
         leaving = []
         for a, b in zip(path[:-1], path[1:]):
-            column = self.loss(a)[:, b]
-            leaving.append(self.members[a][np.argsort(column, kind="stable")[:amount]])
+            loss = self.cost[self.members[a], b] - self.cost[self.members[a], a]
+            leaving.append(self.members[a][np.argsort(loss, kind="stable")[:amount]])
         for a, b, points in zip(path[:-1], path[1:], leaving):
             self.members[a] = np.setdiff1d(self.members[a], points, assume_unique=True)
             self.label[points] = b
@@ -208,7 +224,7 @@ class _Residual:
         distance = np.where(sources, 0.0, np.inf)
         parents, reached = [], []
         for _ in range(min(hops, self.k)):
-            through = distance[:, None] + self.weight
+            through = np.add(distance[:, None], self.weight, out=self.room)
             parent = through.argmin(0)
             best = through[parent, np.arange(self.k)]
             parents.append(parent)
@@ -228,7 +244,6 @@ class _Residual:
             simple = simple[: simple.index(node)] if node in simple else simple
             simple.append(node)
         return simple
-
 
     def gain(self, lo: int, hi: int, least: float) -> list[int]:
         """Clusters along which moving one point each saves more than `least`: a cycle, or a path from one that may lose a

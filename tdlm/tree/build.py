@@ -30,7 +30,7 @@ import torch
 
 from .. import rng
 from ..errors import TreeError
-from .cluster import Task, balanced_kmeans_many, check_rows, inertia
+from .cluster import Task, balanced_kmeans_many, check_rows, cluster_sums, inertia
 from .embeddings import Vectors
 from .exchange import exchange
 from .mass import capped, spread
@@ -94,7 +94,7 @@ def build_tree(vectors: np.ndarray | Vectors | None, *, branching: int, size: in
                tokenizer_hash: str = "", iterations: int = 20, device: str = "cpu", near: Neighbours | None = None,
                rounds: int = 12, max_mass: float | None = None, say: Callable[[str], None] | None = None,
                progress: Callable[[int, int, int], None] | None = None) -> Tree:
-    """A tree over the tokens 0..V-1.
+    """A tree over the tokens 0..V-1; `device` is where distances and prices are computed.
 
     `vectors` has a row a token (all zero: no vector); rows missing at the end up to `size` count as zero (PAD). The
     controls `random` and `frequency` (which needs `counts`) look at no vector. `exchange` needs `near` too, and makes at most
@@ -211,7 +211,7 @@ def _split_level(plan: _Plan, nodes: list[_Node], depth: int, report: Callable[[
         smallest, largest = min(smallest, int(sizes.min())), max(largest, int(sizes.max()))
         seen = plan.known[node.tokens]
         if plan.rows is not None and seen.any():
-            total += inertia(plan.rows[node.tokens[seen]], label[seen], k)
+            total += inertia(plan.rows, label[seen], k, node.tokens[seen])
         order = np.argsort(label, kind="stable")
         parts = np.split(node.tokens[order], np.cumsum(sizes)[:-1])
         node.children = [_Node(part) for part in parts if len(part)]
@@ -285,9 +285,8 @@ def _classes_of(nodes: list[_Node], size: int) -> np.ndarray:
 def _place(rows: np.ndarray, known: np.ndarray, label: np.ndarray, k: int, lo: int, hi: int) -> None:
     """Tokens without a vector, in place: first what clusters lack, then the nearest with room, nearest to the mean first."""
     size = np.bincount(label[known], minlength=k)
-    centres = np.zeros((k, rows.shape[1]))
-    np.add.at(centres, label[known], rows[known])
-    centres /= np.maximum(size, 1)[:, None]
+    total = cluster_sums(rows, np.flatnonzero(known), label[known], k)
+    centres = total / np.maximum(size, 1)[:, None]
     mean = rows[known].mean(0) if known.any() else np.zeros(rows.shape[1])
     near = np.argsort(np.where(size > 0, ((centres - mean) ** 2).sum(1), np.inf), kind="stable")
     lack = np.maximum(lo - size, 0)[near]
@@ -344,9 +343,10 @@ def _meta(plan: _Plan, source: dict[str, Any], levels: list[dict[str, Any]]) -> 
     except metadata.PackageNotFoundError:
         versions["tdlm"] = "source"
     mass = {} if plan.max_mass is None else {"max_mass": plan.max_mass}
+    place = torch.device(plan.device).type
     return {"method": plan.method, "vectors": source, "seed": plan.seed, "order": plan.order, "complete": plan.complete,
             "iterations": plan.iterations, "max_depth": plan.max_depth, "without_vector": int((~plan.known).sum()),
             "bounds": {"exact": plan.method != "hdlm" and plan.complete, "min_ratio": plan.min_ratio,
                        "max_ratio": plan.max_ratio, "height": plan.height, **mass},
             **({"exchange": {"window": plan.near.window, "rounds": plan.rounds}} if plan.near is not None else {}),
-            "levels": levels, "versions": versions}
+            **({} if place == "cpu" else {"device": place}), "levels": levels, "versions": versions}

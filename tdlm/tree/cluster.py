@@ -84,8 +84,9 @@ def balanced_kmeans_many(vectors: np.ndarray, tasks: Sequence[Task], *, seed: in
     for task in tasks:
         check_bounds(len(task.rows), task.k, task.lo, task.hi)
     labels: list[np.ndarray] = [np.zeros(0, dtype=np.int64)] * len(tasks)
+    shared = torch.from_numpy(vectors).to(device)
     for group in _groups(tasks):
-        batch = _Batch(vectors, [tasks[i] for i in group], seed, torch.device(device))
+        batch = _Batch(shared, [tasks[i] for i in group], seed)
         for i, label in zip(group, batch.solve(iterations, finals)):
             labels[i] = label
         if progress is not None:
@@ -96,15 +97,20 @@ def balanced_kmeans_many(vectors: np.ndarray, tasks: Sequence[Task], *, seed: in
     return labels
 
 
-def inertia(vectors: np.ndarray, label: np.ndarray, k: int) -> float:
-    """Sum of squared distances to the cluster means, in float64."""
-    x = np.asarray(vectors, dtype=np.float64)
-    order = np.argsort(label, kind="stable")
-    size = np.bincount(label, minlength=k)
-    start = np.r_[0, np.cumsum(size)[:-1]]
-    full = size > 0
-    total = np.add.reduceat(x[order], start[full], axis=0)
-    return float((x * x).sum() - ((total * total).sum(1) / size[full]).sum())
+def cluster_sums(vectors: np.ndarray, rows: np.ndarray, label: np.ndarray, k: int) -> np.ndarray:
+    """(k, d) sums of the vectors of `rows` by their labels, in float64."""
+    order, end = np.argsort(label, kind="stable"), np.cumsum(np.bincount(label, minlength=k))
+    parts = [vectors[rows[part]].sum(0, dtype=np.float64) for part in np.split(order, end[:-1])]
+    return np.stack(parts)
+
+
+def inertia(vectors: np.ndarray, label: np.ndarray, k: int, rows: np.ndarray | None = None) -> float:
+    """Sum of squared distances to the cluster means, in float64; of some rows, if not of all."""
+    rows = np.arange(len(vectors)) if rows is None else rows
+    total, size = cluster_sums(vectors, rows, label, k), np.bincount(label, minlength=k)
+    parts = (vectors[rows[first : first + 4096]] for first in range(0, len(rows), 4096))
+    squares = sum(float(np.square(part, dtype=np.float64).sum()) for part in parts)
+    return squares - float(((total * total).sum(1) / np.maximum(size, 1)).sum())
 
 
 def _groups(tasks: Sequence[Task]) -> list[list[int]]:
@@ -126,7 +132,8 @@ def _groups(tasks: Sequence[Task]) -> list[list[int]]:
 class _Batch:
     """Tasks of one k, padded to the longest: points (B, m, d), centres (B, k, d)."""
 
-    def __init__(self, vectors: np.ndarray, tasks: list[Task], seed: int, device: torch.device):
+    def __init__(self, vectors: Tensor, tasks: list[Task], seed: int):
+        device = vectors.device
         self.tasks, self.k, self.device = tasks, tasks[0].k, device
         longest = max(len(task.rows) for task in tasks)
         rows = np.full((len(tasks), longest), -1, dtype=np.int64)
@@ -137,13 +144,17 @@ class _Batch:
         self.count = self.valid.sum(1)
         self.lo = torch.tensor([task.lo for task in tasks], device=device)
         self.hi = torch.tensor([task.hi for task in tasks], device=device)
-        points = torch.from_numpy(vectors).to(device)[index.clamp(min=0)] * self.valid[:, :, None]
+        points = vectors[index.clamp(min=0)] * self.valid[:, :, None]
         mean = points.sum(1, keepdim=True) / self.count[:, None, None]
         self.points = (points - mean) * self.valid[:, :, None]  # near zero, float32 distances lose fewer digits
         random = rng.to_uniform(rng.words(index.flatten(), 1 + _TIE_DIMS, "kmeans", seed)).float()
-        self.chance, self.tie = random[:, 0].view(index.shape), random[:, 1:].view(*index.shape, _TIE_DIMS) - 0.5
+        self.chance, tie = random[:, 0].view(index.shape), random[:, 1:].view(*index.shape, _TIE_DIMS) - 0.5
+        self.left = torch.cat([-2 * self.points, _TIE * tie], dim=2)
         cluster = rng.words(torch.arange(self.k, device=device), _TIE_DIMS, "kmeans clusters", seed)
-        self.direction = torch.nn.functional.normalize(rng.to_uniform(cluster).float() - 0.5, dim=1)
+        direction = torch.nn.functional.normalize(rng.to_uniform(cluster).float() - 0.5, dim=1)
+        spread = (self.points * self.points).sum((1, 2)) / self.count
+        self.direction = torch.where(spread > 0, spread, 1)[:, None, None] * direction
+        self.costs = self.points.new_empty(len(tasks), longest, self.k)
 
     def start(self) -> Tensor:
         """k different points of each node, uniformly: dense regions get more centres, as equal sizes want it."""
@@ -154,11 +165,8 @@ class _Batch:
 
     def cost(self, centres: Tensor) -> Tensor:
         """(B, m, k) squared distances less |x|^2, plus the tie breaker."""
-        spread = (self.points * self.points).sum((1, 2)) / self.count
-        spread = torch.where(spread > 0, spread, torch.ones_like(spread))
-        left = torch.cat([-2 * self.points, _TIE * self.tie], dim=2)
-        right = torch.cat([centres, spread[:, None, None] * self.direction.expand(len(centres), -1, -1)], dim=2)
-        return torch.baddbmm((centres * centres).sum(2)[:, None, :], left, right.transpose(1, 2))
+        right = torch.cat([centres, self.direction], dim=2)
+        return torch.baddbmm((centres * centres).sum(2)[:, None, :], self.left, right.transpose(1, 2), out=self.costs)
 
     def means(self, label: Tensor, centres: Tensor) -> Tensor:
         """Cluster means (B, k, d); a cluster without points keeps its centre."""
