@@ -104,10 +104,10 @@ def source_of(init: str | Path | None, config: RunConfig, tokenizer: Tokenizer, 
     try:
         source = open_source(init, tokenizer, warn)
     except RunError as error:
-        recorded = str((folder.read(out) or {"provenance": {}})["provenance"].get("init"))
+        recorded = (folder.read(out) or {"provenance": {}})["provenance"].get("init")
         place = Path(parse(init)[1])
-        same = recorded.rpartition("@")[0] in (str(place), place.name, place.parent.parent.name)
-        if not same or checkpoint.latest(out) is None:
+        names = {str(place), place.name, place.parent.parent.name}
+        if recorded is None or recorded.rpartition("@")[0] not in names or checkpoint.latest(out) is None:
             raise
         warn(f"{error}; {out} has begun already and goes on without it")
         return None, recorded

@@ -307,6 +307,17 @@ def test_a_run_goes_on_when_its_source_is_gone(config: RunConfig, world: dict[st
     go(config, world, out, gidd)
 
 
+def test_a_run_that_began_at_random_knows_nothing_of_a_source_that_is_not_there(config: RunConfig, world: dict[str, Path],
+                                                                                tmp_path: Path,
+                                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is told what is missing, not that settings differ; also where neither the name nor its folder has a parent."""
+    monkeypatch.chdir(tmp_path)
+    go(config, world, tmp_path / "run", None)
+    for name in ("gone", "some/where/gone.safetensors"):
+        with pytest.raises(RunError, match=r"^no checkpoint "):
+            go(config, world, tmp_path / "run", name)
+
+
 def test_a_run_of_ours_begins_another(config: RunConfig, world: dict[str, Path], tmp_path: Path) -> None:
     first, second = tmp_path / "first", tmp_path / "second"
     go(replace(config, train=replace(config.train, ema=0.9)), world, first, None)
