@@ -31,6 +31,9 @@ LIMIT = 32_000_000  # tokens that co-occurrence looks at: more change little and
 _NAMES = ("wte.weight", "embed_tokens.weight", "word_embeddings.weight", "tok_embeddings.weight", "embed_in.weight",
           "vocab_embed.embedding", "vocab_embed.weight", "token_embedding.weight", "shared.weight", "embedding.weight",
           "embeddings.weight")
+_MASK_BEHIND = "vocab_embed.embedding"
+"""GIDD, MDLM and SEDD keep the row of MASK behind those of the tokens. MDLM has no row for PAD: with PAD in the vocabulary its
+MASK would stand in PAD's place."""
 
 
 @dataclass(frozen=True)
@@ -172,7 +175,8 @@ def _tensor(files: list[Path], wanted: str | None, size: int) -> tuple[str, np.n
             raise TreeError(f"no tensor {wanted or 'with a usual name of an input embedding'} in the checkpoint; name one with "
                             f"--tensor, for example {', '.join(sorted(likely)[:5]) or '(it holds no matrix)'}")
         with safe_open(shapes[found[0]][0], framework="pt") as tensors:
-            return found[0], tensors.get_tensor(found[0]).float().numpy()
+            rows = tensors.get_tensor(found[0]).float().numpy()
+        return found[0], rows[:-1] if found[0].endswith(_MASK_BEHIND) and len(rows) == size else rows
     except (SafetensorError, OSError) as error:
         raise TreeError(f"{files[0].name} cannot be read as safetensors ({error})") from None
 

@@ -42,6 +42,17 @@ def test_an_array_in_a_file(tmp_path: Path, name: str, write: Callable[[Path], N
     assert vectors.source["file"] == name and str(tmp_path) not in json.dumps(vectors.source)
 
 
+@pytest.mark.parametrize("size, known", [(39, 39), (40, 39), (41, 40)])
+def test_mask_is_not_taken_for_pad(tmp_path: Path, size: int, known: int):
+    """MDLM: MASK's row stands right behind the tokens', where PAD is in our vocabulary. GIDD (39) has PAD's row before it."""
+    for name, tensor in (("mdlm", "backbone.vocab_embed.embedding"), ("gidd", "vocab_embed.embedding")):
+        save_file({tensor: torch.from_numpy(ROWS)}, tmp_path / f"{name}.safetensors")
+        rows = from_checkpoint(tmp_path / f"{name}.safetensors", size).rows
+        assert np.array_equal(rows[:known], ROWS[:known]) and not rows[known:].any()
+    save_file({"wte.weight": torch.from_numpy(ROWS)}, tmp_path / "gpt2.safetensors")
+    assert np.array_equal(from_checkpoint(tmp_path / "gpt2.safetensors", 40).rows, ROWS), "all of them are tokens'"
+
+
 def test_eight_bit_columns_and_cluster_centres(tmp_path: Path):
     q, scale = np.array([[1, -2], [3, 4], [0, 5], [0, 5]] * 3, dtype=np.int8), np.array([0.5, 2.0], dtype=np.float32)
     np.savez(tmp_path / "q.npz", q=q, scale=scale, exact=np.arange(12) % 4 < 2)
