@@ -51,7 +51,7 @@ def _what(settings: dict[str, Any], provenance: dict[str, Any], size: int, expor
 
 def _use(settings: dict[str, Any]) -> str:
     gaps = "" if settings["backbone"]["kind"] == "causal" else 'tdlm sample FOLDER --infill "The river rises ___ and flows on."\n'
-    return ("## How to use it\nFOLDER is where this card lies.\n```\ntdlm sample FOLDER --count 2\n"
+    return ("## How to use it\nFOLDER is where this card lies.\n```\ntdlm sample FOLDER --count 2 --length 128 --steps 64\n"
             f'tdlm sample FOLDER --prompt "The history of"\n{gaps}tdlm eval FOLDER --data DIR\n'
             "tdlm train RECIPE --init FOLDER --data DIR --tree FOLDER/tree.safetensors --out RUN\n```\n"
             "`--data DIR` is text prepared with this model's own tokenizer: "

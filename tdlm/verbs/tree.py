@@ -14,6 +14,7 @@ from ..device import choose_device
 from ..errors import ConfigError, TokenizerError, TreeError
 from ..files import write_text
 from ..hub import check_name
+from ..train import checkpoint
 from ..tree.build import build_tree
 from ..tree.describe import describe, render
 from ..tree.embeddings import Metric, Vectors, finish, from_array, from_checkpoint, from_store, neighbours_from_store
@@ -91,7 +92,7 @@ def check_vectors(wanted: str) -> None:
 def _vectors(wanted: str, tokenizer: Tokenizer, counts: np.ndarray | None, metric: Metric, tensor: str | None) -> Vectors:
     if wanted.endswith(ARRAYS):
         return from_array(wanted, tokenizer.size, metric=metric)
-    if (Path(wanted) / "checkpoints").is_dir():
+    if any((Path(wanted) / name).exists() for name in (checkpoint.FOLDER, checkpoint.MANIFEST)):  # a run, or an exported one
         return of_run(Path(wanted), tokenizer, counts, metric, tensor)
     return from_checkpoint(wanted.removeprefix("hf:"), tokenizer.size, tensor=tensor, metric=metric)
 

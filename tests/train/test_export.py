@@ -29,6 +29,7 @@ from tdlm.train.run import Run, open_run
 from tdlm.verbs.evaluate import evaluate_run
 from tdlm.verbs.export import export_run, placeless
 from tdlm.verbs.sample import Request, sample_run
+from tdlm.verbs.tree import build_from
 
 
 def silent(line: str) -> None:
@@ -151,6 +152,13 @@ def test_it_cannot_go_on_but_another_run_can_begin_with_it(run: Path, world: dic
     config = replace(config, train=replace(config.train, steps=1, warmup=1, ema=None))  # update 0 has rate 0: nothing moves
     train(config, **world, out=tmp_path / "new", device="cpu", progress=Quiet(), init=out)
     assert drawn(open_run(tmp_path / "new")) == drawn(open_run(out))
+
+
+def test_a_tree_is_built_from_its_rows(run: Path, world: dict[str, Path], tmp_path: Path):
+    export_run(run, tmp_path / "out", dtype="float32")
+    first, second = (build_from(data=world["data"], vectors=str(path), branching=20, say=silent)[0]
+                     for path in (run, tmp_path / "out"))
+    assert torch.equal(first.ancestor, second.ancestor) and torch.equal(first.slot, second.slot)
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "tree.safetensors", "tokenizer.json"])
