@@ -122,13 +122,13 @@ def render(description: dict[str, Any]) -> Any:
              f"uniform over children {d['uniform']:.3f} nats a token; unigram {d['unigram']:.3f} (by {d['weighted_by']})",
              f"real choices on a path: {d['active_levels']['min']} to {d['active_levels']['max']}, "
              f"{d['active_levels']['expected']:.2f} expected; {d['padded_tokens']:,} tokens have a padded path"]
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    table.add_column("height")
-    for name in ("nodes", "children", "tokens a child", "slots used", "reached", "uniform", "unigram"):
-        table.add_column(name, justify="right")
+    table = Table(box=None, pad_edge=False, collapse_padding=True, header_style="bold")
+    table.add_column("height", no_wrap=True)
+    for name in ("nodes", "children", "mean", "tokens\na child", "mean", "slots\nused", "reached", "uniform", "unigram"):
+        table.add_column(name, justify="right", overflow="fold")  # a narrow terminal cuts no digit off
     for level in d["levels"]:
-        table.add_row(f"{level['height']} → {level['height'] - 1}", f"{level['nodes']:,}", _range(level["children"]),
-                      _range(level["child_tokens"]), f"{level['utilisation']:.1%}", f"{level['reached']:.1%}",
+        table.add_row(f"{level['height']} → {level['height'] - 1}", f"{level['nodes']:,}", *_range(level["children"]),
+                      *_range(level["child_tokens"]), f"{level['utilisation']:.1%}", f"{level['reached']:.1%}",
                       f"{level['uniform']:.3f}", f"{level['unigram']:.3f}")
     clusters = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("cluster", "tokens", "share", "most frequent"):
@@ -139,7 +139,7 @@ def render(description: dict[str, Any]) -> Any:
     return Group(*lines, "", table, *(["", clusters] if d["examples"] else []))
 
 
-def _range(spread: dict[str, float]) -> str:
-    if spread["min"] == spread["max"]:
-        return f"{spread['min']:,}"
-    return f"{spread['min']:,}–{spread['max']:,} (mean {spread['mean']:,.1f})"
+def _range(spread: dict[str, float]) -> tuple[str, str]:
+    """Least and most, and the mean where they differ."""
+    least, most, mean = (spread[name] for name in ("min", "max", "mean"))
+    return (f"{least:,}", "") if least == most else (f"{least:,}–{most:,}", f"{mean:,.1f}" if mean < 100 else f"{mean:,.0f}")

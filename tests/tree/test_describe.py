@@ -71,9 +71,9 @@ def test_the_levels_add_up_to_the_entropy_of_the_unigram_distribution(tree: Tree
     assert found["uniform"] == pytest.approx(np.dot(path, counts) / counts.sum())
 
 
-def text_of(description: dict[str, Any]) -> str:
+def text_of(description: dict[str, Any], width: int = 160) -> str:
     out = io.StringIO()
-    Console(file=out, width=160).print(render(description))
+    Console(file=out, width=width).print(render(description))
     return out.getvalue()
 
 
@@ -93,6 +93,15 @@ def test_what_a_person_reads():
     assert show(200, tokenizer) == r"\xc8" and show(7, None) == "7"
     assert "by hand" in text_of(describe(TREE)) and "cluster" in text_of(describe(TREE))
     assert describe(TREE, examples=0)["examples"] == []
+
+
+def test_a_large_tree_fits_an_ordinary_terminal_and_a_narrow_one_loses_no_digit():
+    found = describe(build_tree(None, size=50_258, branching=4, method="random"), examples=0)
+    levels = [line.split() for line in text_of(found, 80).splitlines() if " → " in line]
+    assert levels[0][3:] == ["1", "4", "12,564–12,565", "12,564", "100.0%", "100.0%", "1.386", "1.386"]
+    assert levels[-1][3:7] == ["16,384", "3–4", "3.1", "1"]
+    narrow = text_of(found, 60)
+    assert "…" not in narrow[narrow.index("8 → 7"):] and max(map(len, narrow.splitlines())) <= 60
 
 
 def rectangles(svg: str) -> list[tuple[float, float, float, float]]:
