@@ -283,7 +283,7 @@ class StudyVerb:
     data: Folder = None
     """A prepared folder (toy: three novels that come with the package)."""
     only: Annotated[Several, arg(metavar="RUN")] = ()
-    """Only these runs of the study; tables are made of all that are finished."""
+    """Only these runs of the study, in this order (also patterns: 'mdlm*'); tables are made of all that are finished."""
     minutes: Annotated[float | None, arg(metavar="N", help_behavior_hint="")] = None
     """Training time of each run that is bounded by minutes; its number of steps is measured where it runs."""
     set: Annotated[tuple[str, ...], UseAppendAction, arg(metavar="FIELD=VALUE", help_behavior_hint="")] = ()
@@ -332,10 +332,11 @@ class StudyVerb:
 
     def _check(self, runs: Sequence[Any]) -> None:
         """What is asked in vain, or is not there, is told before hours of work."""
+        from ..study.conductor import chosen_runs
         from ..train import folder
         from ..verbs.tree import check_vectors
 
-        runs = [run for run in runs if not self.only or run.name in self.only]
+        runs = chosen_runs(runs, self.only)
         by_steps = [run.name for run in runs if run.minutes is None]
         if self.minutes is not None and len(by_steps) == len(runs):
             raise ConfigError(f"--minutes bounds no run of study {self.name} at size {self.size}: their steps do, which "

@@ -10,7 +10,8 @@ Two variants were published; for training they differ in where 1 / t stops growi
     gidd    t is drawn from [1e-4, 1]; the network is told t               (backbone.conditioning=time)
 
 Here t is drawn from all of (0, 1), evenly spaced over the global batch, and the *train* weight is min(1/t, 1/floor); the
-bound keeps 1 / t. Optimiser, average of weights and conditioning are the recipe's.
+bound keeps 1 / t. (`clip` bounds the train weight further; with 1 it is the same at all times.) Optimiser, average of weights and
+conditioning are the recipe's.
 
 Not reproduced: loops that begin at the second time of their grid, float32 draws that truncate rare tokens, MASK sharing
 PAD's id, and padding columns of the output matrix that take probability.
@@ -20,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..errors import TreeError
+from ..errors import ConfigError, TreeError
 from ..model.head import Shared
 from ..process import Cascade
 from ..registry import register
@@ -36,11 +37,17 @@ class MdlmMethod:
     head: Any = field(default_factory=Shared)
     pad: Literal["count", "given-length"] = "count"
     variant: Literal["mdlm", "gidd"] = "mdlm"
+    clip: float | None = None
+    """The largest train weight; none: as published, where t stops."""
     role = "method"
     flat = True
     causal = False
 
+    def __post_init__(self) -> None:
+        if self.clip is not None and not self.clip > 0:
+            raise ConfigError(f"method.clip must be positive or none, got {self.clip}")
+
     def objective(self, tree: Tree, pad_id: int | None) -> TreeObjective:
         if tree.height != 1:
             raise TreeError(f"mdlm works on the star tree, got a tree of height {tree.height}; use Tree.star(tokens)")
-        return TreeObjective(TreeMethod(Cascade(), self.head, self.pad, clip=1 / FLOOR[self.variant]), tree, pad_id)
+        return TreeObjective(TreeMethod(Cascade(), self.head, self.pad, clip=self.clip or 1 / FLOOR[self.variant]), tree, pad_id)

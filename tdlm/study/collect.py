@@ -64,8 +64,8 @@ def cost(row: Row) -> dict[str, Any]:
     """What a run cost and what it reached on the rows it was trained on; None where its folder does not say."""
     run, config = row.run, row.entry.config
     last = run.train[-1] if run.train else {}
-    seconds, steps = number(last.get("seconds")), number(last.get("step"))
-    minutes = None if seconds is None else seconds / 60
+    seconds, steps = training_seconds(run.train), number(last.get("step"))
+    minutes = seconds[-1][1] / 60 if seconds else None
     items = rows_of_an_epoch(run, row.entry)
     epochs = steps * config.train.batch / items if steps and items else None
     late = _values([line for line in run.train if steps and line["step"] > 0.9 * steps], "bound")
@@ -83,6 +83,13 @@ def cost(row: Row) -> dict[str, Any]:
         "lr": config.train.lr, "tuning_minutes": row.spent,
         "parameters": number((run.provenance.get("parameters") or {}).get("total")), "tree": run.tree_shape,
     }
+
+
+def training_seconds(lines: list[dict[str, Any]]) -> list[tuple[float, float]]:
+    """(step, seconds of training until then). The first step, which compiles, is left out."""
+    times = [(float(line["step"]), value) for line in lines if (value := number(line.get("seconds"))) is not None]
+    first = times[0][1] if times and times[0][0] == 1 and len(times) > 1 else 0.0
+    return [(step, value - first) for step, value in times]
 
 
 def _values(lines: list[dict[str, Any]], key: str) -> list[float]:
@@ -113,9 +120,9 @@ def table(rows: list[Row]) -> str:
         ("bound, nats/token", [("=" if found["exact"] else "≤") + plus_minus(found["bound"], found["error"]) for found in costs]),
         ("perplexity", [fixed(found["perplexity"], 2) for found in costs]),
         ("train bound at the end", [plus_minus(found["train_bound"], found["train_error"]) for found in costs]),
-        ("minutes", [fixed(found["minutes"], 1) for found in costs]),
-        ("tuning, minutes", [fixed(found["tuning_minutes"], 1) if found["tuning_minutes"] else "" for found in costs]),
-        ("rate", [f"{found['lr']:g}" for found in costs]),
+        ("minutes", [fixed(found["minutes"], 2) for found in costs]),
+        ("tuning, minutes", [fixed(found["tuning_minutes"], 2) if found["tuning_minutes"] else "" for found in costs]),
+        ("rate", [_rate(row) for row in rows]),
         ("steps", [short(found["steps"]) for found in costs]), ("tokens", [short(found["tokens"]) for found in costs]),
         ("epochs", [fixed(found["epochs"], 2) for found in costs]),
         (f"more than {OFTEN:g} epochs from minute", [fixed(found["often_from_minute"], 1) if found["often_from_minute"] else ""
@@ -140,6 +147,13 @@ def grid(columns: list[tuple[str, list[str]]]) -> str:
     lines = ["| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
              for cells in zip(*(cells for _, cells in columns), strict=True)]
     return "\n".join([head, rule, *lines]) + "\n"
+
+
+def _rate(row: Row) -> str:
+    """The learning rate; one at the end of those that were tried says so, since a better one may lie beyond."""
+    rate, tried = row.entry.config.train.lr, row.entry.rates
+    end = {max(tried): " (highest tried)", min(tried): " (lowest tried)"}.get(rate, "") if tried else ""
+    return f"{rate:g}{end}"
 
 
 def _word(value: Any) -> str:

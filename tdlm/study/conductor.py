@@ -10,6 +10,8 @@ from the run folders each time.
 """
 from __future__ import annotations
 
+import fnmatch
+import itertools
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -26,7 +28,7 @@ from ..report import compare_runs
 from ..train import folder as run_folder
 from ..train.metrics import Progress, read_metrics
 from ..train.provenance import provenance
-from .collect import Collection, Row, cost, references, row_of, table
+from .collect import Collection, Row, cost, references, row_of, table, training_seconds
 from .engine import TREES, Engine, Say, last_bound
 from .entry import Entry, Size, Study, Wishes
 from .figures import costs_figure
@@ -47,7 +49,7 @@ def conduct(study: Study, out: Path, *, size: Size = "toy", data: Path | None = 
         if (out / name).exists():
             raise ConfigError(f"{out} is the folder of {what}; choose another --out for the study")
     entries = study.runs(size, wishes)
-    chosen = _chosen(entries, only)
+    chosen = chosen_runs(entries, only)
     if finished:
         if only or trees_only:
             raise ConfigError("--finished brings runs that are trained already; leave out --only and --trees-only")
@@ -127,8 +129,8 @@ def _trials(engine: Engine) -> dict[str, dict[str, Any]]:
     found = {}
     for entry in engine.entries:
         lines = read_metrics(engine.folder(entry) / run_folder.METRICS) if entry.trial_of else []
-        if seconds := [line["seconds"] for line in lines if "seconds" in line]:
-            found[entry.name] = {"of": entry.trial_of, "lr": entry.config.train.lr, "minutes": seconds[-1] / 60,
+        if seconds := training_seconds([line for line in lines if line["kind"] == "train"]):
+            found[entry.name] = {"of": entry.trial_of, "lr": entry.config.train.lr, "minutes": seconds[-1][1] / 60,
                                  "bound": last_bound(engine.folder(entry))}
     return found
 
@@ -139,11 +141,13 @@ def _brought(path: Path) -> Row:
     return row_of(Entry(path.resolve().name, config), path)
 
 
-def _chosen(entries: list[Entry], only: Sequence[str]) -> list[Entry]:
-    known = [entry.name for entry in entries]
-    if strange := [name for name in only if name not in known]:
+def chosen_runs(entries: list[Entry], only: Sequence[str]) -> list[Entry]:
+    """In the order of `only`, whose names may be patterns (`mdlm*`)."""
+    known = {entry.name: entry for entry in entries}
+    found = {name: fnmatch.filter(known, name) for name in only}
+    if strange := [name for name, names in found.items() if not names]:
         raise ConfigError(f"this study has no run {strange[0]!r}; it has {', '.join(known)}")
-    return [entry for entry in entries if not only or entry.name in only]
+    return [known[name] for name in dict.fromkeys(itertools.chain.from_iterable(found.values()))] if only else entries
 
 
 def _novels(folder: Path, tokenizer: str, say: Say) -> Path:

@@ -41,9 +41,10 @@ class Entry:
     """The run that this short one finds a learning rate for."""
 
     def trials(self) -> list[Entry]:
-        """The short runs, one a rate, with schedules of their own."""
+        """The short runs, one a rate, with schedules of their own; only their end counts, so they validate and save there."""
         minutes = None if self.minutes is None else TRIAL * self.minutes
         settings = in_minutes(self.config.train, TRIAL * self.config.train.steps / 60, 1.0)
+        settings = replace(settings, valid_every=settings.steps, save_every=settings.steps)
         return [replace(self, name=f"{self.name}@{rate:g}", minutes=minutes, rates=(), trial_of=self.name,
                         config=replace(self.config, name=f"{self.config.name}@{rate:g}", train=replace(settings, lr=rate)))
                 for rate in self.rates]

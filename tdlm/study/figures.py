@@ -10,7 +10,7 @@ from ..report.compare import can_draw
 from ..report.dots import FILE
 from ..report.figures import rendered
 from ..report.read import number
-from .collect import OFTEN, Row, cost
+from .collect import OFTEN, Row, cost, training_seconds
 
 STYLES = ("-", "--", ":", "-.")
 MARKERS = "osD^vP"
@@ -68,7 +68,7 @@ def curve(row: Row, found: dict[str, Any]) -> list[tuple[float, float, float, bo
     """(minutes, millions of positions, bound, more than four epochs) at every validation; minutes from the line of the loss
     curve that was written at that step, or between two of them."""
     config, points = row.entry.config, []
-    times = [(line["step"], line["seconds"]) for line in row.run.train if number(line.get("seconds")) is not None]
+    times = training_seconds(row.run.train)
     for line in row.run.valid:
         bound = number(line.get("bound"))
         if bound is None or not times:

@@ -6,6 +6,9 @@ and heads are crossed: {cascade, overlapping, flat} x {shared, tied}. A flat pro
 the star (K = V): `shared` is then MDLM with an output matrix of its own and `tied` MDLM with the embedding's rows, which are the
 first two rows of the table. `paper` is cascade x shared with the rest of the paper's choices: told the time, and more blocks
 in the place of the V-wide head it does without.
+
+Every opponent also stands there tied to the embedding and starting at the unigram model, as ours do. And since trees train
+with weights of at most 2, where MDLM was published with 1 / t, each side has a row with the other's rule.
 """
 from __future__ import annotations
 
@@ -13,12 +16,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..config import BackboneConfig, RunConfig
+from ..model.dense import Dense
 from ..model.head import Shared, Tied
 from ..objectives.ar import Autoregressive
 from ..objectives.gidd import GiddMethod
 from ..objectives.hdlm import HdlmMethod
 from ..objectives.joint import JointMethod
-from ..objectives.mdlm import MdlmMethod
+from ..objectives.mdlm import FLOOR, MdlmMethod
 from ..objectives.tree import TreeMethod
 from ..process import Cascade, Overlapping
 from ..recipes import BASE, SMALL, recipe
@@ -60,10 +64,11 @@ class _Equal:
     rates: tuple[float, ...]
 
 
+CLIP = TreeMethod.clip
 _DAY = 24 * 60.0
 _EQUAL: dict[Size, _Equal] = {
     "toy": _Equal(TOY, 0.5, (17, 32, 64), 3, (2e-3, 4e-3, 8e-3)),
-    "budget": _Equal(BUDGET, MINUTES, (225, 512, 1024), 15, (5e-4, 1e-3, 2e-3)),
+    "budget": _Equal(BUDGET, MINUTES, (225, 512, 1024), 15, (7e-4, 1.5e-3, 3e-3)),
     "full": _Equal(replace(SMALL, backbone=replace(SMALL.backbone, blocks=12)), _DAY, (225, 512, 1024), 17, (2.5e-4, 5e-4, 1e-3)),
 }
 """The paper has no such table: at full size a run has a day."""
@@ -74,14 +79,17 @@ def _equal_cost(size: Size) -> list[Entry]:
     middle = of.branchings[1]
 
     def entry(name: str, method: Any, what: str, branching: int | None = None, *, rate_of: str | None = None,
-              blocks: int = 0) -> Entry:
+              blocks: int = 0, clusters: str = "") -> Entry:
         config = replace(of.base, name=f"equal-{name}", method=method, backbone=told(of.base, what, blocks=blocks))
-        tree = None if branching is None else {"branching": branching, "height": 2}
+        tree = None if branching is None else {"branching": branching, **({"method": clusters} if clusters else {"height": 2})}
         return Entry(name, config, tree, of.minutes, {"K": "V" if branching is None else branching},
                      () if rate_of else of.rates, rate_of)
 
     found = [entry("mdlm", MdlmMethod(), "none"), entry("mdlm-tied", MdlmMethod(head=Tied()), "none"),
-             entry("gidd", GiddMethod(p_uniform=0.0), "time"), entry(f"hdlm-{middle}", HdlmMethod(), "time", middle),
+             entry("mdlm-tied-clipped", MdlmMethod(head=Tied(), clip=CLIP), "none", rate_of="mdlm-tied"),
+             entry("gidd", GiddMethod(p_uniform=0.0), "time"), entry("gidd-tied", GiddMethod(p_uniform=0.0, head=Tied()), "time"),
+             entry(f"hdlm-{middle}", HdlmMethod(), "time", middle),
+             entry(f"hdlm-tied-{middle}", HdlmMethod(head=Dense(tied=True)), "time", middle),
              entry(f"paper-{middle}", TreeMethod(clip=2.0), "time", middle, blocks=of.blocks)]
     for process, what in ((Cascade(), "level"), (Overlapping(), "none")):
         for head in (Shared(), Tied()):
@@ -89,7 +97,10 @@ def _equal_cost(size: Size) -> list[Entry]:
             found.append(entry(f"{name}-{middle}", method, what, middle))
             found += [entry(f"{name}-{other}", method, what, other, rate_of=f"{name}-{middle}")
                       for other in of.branchings if other != middle]
-    return [*found, entry("ar", Autoregressive(), "causal")]
+    ours, best = f"overlapping-tied-{middle}", TreeMethod(process=Overlapping(), head=Tied())
+    found += [entry(f"{ours}-unclipped", replace(best, clip=1 / FLOOR["mdlm"]), "none", middle, rate_of=ours),
+              entry(f"{ours}-exchange", best, "none", middle, rate_of=ours, clusters="exchange")]
+    return [*found, entry("ar", Autoregressive(), "causal"), entry("ar-tied", Autoregressive(head=Tied()), "causal")]
 
 
 EQUAL_COST = Study(
