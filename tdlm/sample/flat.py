@@ -98,15 +98,23 @@ class Posterior:
 
     def outcome(self, head: Any, hidden: Float[Tensor, "M d"], state: Int[Tensor, "M"], uniform: Float[Tensor, "M 2"],
                 later: float, earlier: float, choice: Choice) -> Int[Tensor, "M"]:
-        size, masked = self.process.size, state == self.process.size
-        keep, to_mask, to_each, alpha, mask, each = _step(self.process, later, earlier)
+        size = self.process.size
         p = choice.probabilities(head.log_probs(hidden, torch.full_like(state, size)))
-        own = p.gather(1, state.clamp(max=size - 1)[:, None])[:, 0].double()
-        here, to = torch.where(masked, mask, alpha * own + each), torch.where(masked, to_mask, to_each)
-        go, fresh = uniform[:, 0] * (to + keep * here) < to, uniform[:, 1]
-        noise = ((fresh - alpha) / each).long().clamp(0, size - 1) if each else state
-        token = torch.where(fresh < alpha, invert(p, (fresh / alpha).clamp(max=1)), noise)
-        return torch.where(go, torch.where(fresh < 1 - mask, token, size), state)
+        own = p.gather(1, state.clamp(max=size - 1)[:, None])[:, 0]
+        return mixture(self.process, state, uniform, later, earlier, own, lambda place: invert(p, place))
+
+
+def mixture(process: Hybrid, state: Int[Tensor, "M"], uniform: Float[Tensor, "M 2"], later: float, earlier: float,
+            own: Float[Tensor, "M"], token: Callable[[Tensor], Tensor]) -> Int[Tensor, "M"]:
+    """Where positions go: `own` is x_theta at the state (anything at MASK), `token` the token at a place of x_theta's
+    cumulative distribution."""
+    size, masked = process.size, state == process.size
+    keep, to_mask, to_each, alpha, mask, each = _step(process, later, earlier)
+    here, to = torch.where(masked, mask, alpha * own.double() + each), torch.where(masked, to_mask, to_each)
+    go, fresh = uniform[:, 0] * (to + keep * here) < to, uniform[:, 1]
+    noise = ((fresh - alpha) / each).long().clamp(0, size - 1) if each else state
+    seen = torch.where(fresh < alpha, token((fresh / alpha).clamp(max=1)), noise)
+    return torch.where(go, torch.where(fresh < 1 - mask, seen, size), state)
 
 
 class Foreseen:

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..model.model import Network
@@ -57,10 +58,8 @@ def _descend(walk: Walk, draws: Draws, later: float, earlier: float, tag: str) -
     """One segment: draw all targets, then go down level by level until everybody has arrived."""
     process, H, (B, U) = walk.process, walk.tree.height, walk.heights.shape
     walk.clamp(process.clamp_height(later, H))
-    reach = process.reverse(later, earlier, H).cumsum(-1)
-    uniform = draws.uniform(f"height {tag}", U)
-    target = (uniform[..., None] >= reach[walk.heights]).sum(-1)
-    target = torch.where(walk.moving, torch.minimum(target, walk.heights), walk.heights)
+    target = _targets(process.reverse(later, earlier, H), walk.heights, draws.uniform(f"height {tag}", U))
+    target = torch.where(walk.moving, target, walk.heights)
     time = torch.full((B,), later, dtype=torch.float64)
     level = torch.full((B,), process.level_at(later, H))
     rounds = 0
@@ -68,3 +67,14 @@ def _descend(walk: Walk, draws: Draws, later: float, earlier: float, tag: str) -
         walk.step(going, draws.uniform(f"child {tag} {rounds}", U), time, level)
         rounds += 1
     return rounds > 0
+
+
+def _targets(kernel: Float[Tensor, "heights heights"], heights: Int[Tensor, "B U"],
+             uniform: Float[Tensor, "B U"]) -> Int[Tensor, "B U"]:
+    """Where everybody stands after the step: the inverse of the cumulative kernel, for the heights that can be left."""
+    target = heights
+    for height, reach in enumerate(kernel.cumsum(-1).tolist()):
+        if any(edge > 0 for edge in reach[:height]):
+            passed = torch.stack([uniform >= edge for edge in reach[:height]]).sum(0)
+            target = torch.where(heights == height, passed, target)
+    return target

@@ -152,6 +152,7 @@ class Walk:
         self.together = torch.zeros_like(self.evaluations)
         self.calls = 0
         self.choices = choices_by_height(self.home)
+        self.none, self.unforced = (torch.tensor([[value]]).expand(fixed.shape) for value in (False, -1))
 
     def sent(self, values: Tensor) -> Tensor:
         return sent(values, self.tree.ancestor.device)
@@ -179,6 +180,8 @@ class Walk:
         else:
             choice = self.choices[standing] & ~self.shown
         free = choice & ~self.is_given
+        if self.reader.neighbourhood == 1:  # nobody falls along with others or waits for them
+            return View(self.nodes, here & free, self.none, self.unforced, self.tree.branching)
         along = self.home.slot[(standing - 1).clamp(min=0), self.given]
         return View(self.nodes, here & free, ~here & free & (standing > self.floor[:, None]),
                     along.where(here & choice & self.is_given, -1), self.tree.branching)

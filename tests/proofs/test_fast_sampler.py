@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks import dense_gidd
 from tdlm.assemble import Assembly, assemble
 from tdlm.config import BackboneConfig
 from tdlm.model.head import Tied
@@ -19,6 +20,7 @@ from tdlm.recipes import recipe
 from tdlm.rng import Draws
 from tdlm.sample import Choice, draw, replay
 from tdlm.sample.draw import invert
+from tdlm.sample.flat import generate_flat
 from tdlm.tree import Tree
 from tests.flat_worlds import Table, arbitrary, objective
 from tests.proofs import slow_samplers as slow
@@ -132,6 +134,35 @@ def test_a_plain_wide_distribution_keeps_its_numbers():
     assert torch.equal(Choice().probabilities(log_probs), log_probs.exp())
     assert Choice(top_p=0.9).probabilities(log_probs).dtype == FLOAT
     assert torch.allclose(Choice(min_p=1e-9).probabilities(log_probs).float(), log_probs.exp())
+
+
+def test_the_dense_rival_of_the_benchmark_draws_from_the_same_distribution():
+    """Stretch by stretch from the logits of a padded matrix, as from the whole row."""
+    logits = torch.full((30, 2 * dense_gidd.ALIGNED), -torch.inf)
+    logits[:, :5000] = 4 * torch.randn(30, 5000, generator=torch.Generator().manual_seed(0))
+    logits[1, :300], own, uniform = -torch.inf, torch.arange(30) * 7, rows(30).uniform("u")
+    share, token = dense_gidd.drawing(logits, own)
+    p = logits.double().softmax(1)
+    assert torch.allclose(share, p.gather(1, own[:, None])[:, 0], rtol=1e-5)
+    assert torch.equal(token(uniform), invert(p, uniform))
+
+
+@pytest.mark.parametrize("p_uniform", [0.0, 0.3])
+def test_the_dense_rival_of_the_benchmark_is_the_same_sampler(p_uniform, monkeypatch):
+    side, grid = network(GiddMethod(p_uniform=p_uniform), Tree.star(7), "time"), [1.0, 0.8, 0.5, 0.3, 0.1, 0.0]
+    rule = dense_gidd.Everywhere(Hybrid(7, p_uniform))
+    monkeypatch.setattr(dense_gidd, "padded", lambda head: exactly(head))
+    dense = generate_flat(side.model, rule, side.objective.tree, (3, 6), steps=5, times=grid, draws=rows(3))
+    assert dense.evaluations.tolist() == [5] * 3
+    assert dense.tokens.tolist() == slow.gidd(side.model, Hybrid(7, p_uniform), (3, 6), grid, rows(3))
+
+
+def exactly(head: Any) -> tuple[Tensor, Tensor]:
+    """The rival's padded matrix in float64."""
+    weight, bias, _ = head.wide()
+    matrix, offset = torch.zeros(dense_gidd.ALIGNED, weight.shape[1], dtype=FLOAT), torch.full((dense_gidd.ALIGNED,), -torch.inf)
+    matrix[:7], offset[:7] = weight, bias
+    return matrix, offset.double()
 
 
 def recording(monkeypatch, record) -> None:
