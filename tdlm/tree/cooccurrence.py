@@ -8,7 +8,8 @@
 
 Pairs are counted by sorting: a pair and its weight share one 64-bit word, chunks of words are sorted and summed, and
 sorted runs are merged when they are of like size. The decomposition is subspace iteration on blocks of dense rows, which
-at a few per cent of non-zeros is faster than sparse products. Both are deterministic.
+at a few per cent of non-zeros is faster than sparse products. Both are deterministic: what is summed out of order are whole
+numbers. All of it but the reading happens on `device`.
 """
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from .. import rng
 from ..errors import TreeError
@@ -43,12 +45,12 @@ def neighbour_vectors(documents: Iterable[np.ndarray], counts: np.ndarray, *, co
         raise TreeError(f"the sides of a token are kept apart or pooled, got {sides!r}")
     if len(chosen) == 0 or window < 1:
         raise TreeError("no tokens to learn neighbours from: the corpus is empty, or the window is below 1")
-    context = np.full(size + 1, -1, dtype=np.int32)  # the last entry serves the gaps, whose id is -1
-    context[chosen] = np.arange(len(chosen))
+    context = torch.full((size + 1,), -1)  # the last entry serves the gaps, whose id is -1
+    context[torch.from_numpy(chosen)] = torch.arange(len(chosen))
     bits = 63 - (size * 2 * len(chosen)).bit_length()  # of a word, for the weight; the pair has the rest
-    words = _count_pairs(documents, context, size, len(chosen), window, int(counts.max()), sides, bits)
+    words = _count_pairs(documents, context.to(device), size, len(chosen), window, int(counts.max()), sides, bits)
     rows, columns, values = _positive_pmi(words, size, len(chosen), smoothing, bits)
-    return _decompose(rows, columns, values, size, 2 * len(chosen), dimensions, damping, seed, device)
+    return _decompose(rows, columns, values, size, 2 * len(chosen), dimensions, damping, seed)
 
 
 def token_chunks(documents: Iterable[np.ndarray], size: int, gap: int) -> Iterator[np.ndarray]:
@@ -71,8 +73,8 @@ def token_chunks(documents: Iterable[np.ndarray], size: int, gap: int) -> Iterat
         yield np.concatenate(parts)
 
 
-def _count_pairs(documents: Iterable[np.ndarray], context: np.ndarray, size: int, contexts: int, window: int,
-                 most: int, sides: str, bits: int) -> np.ndarray:
+def _count_pairs(documents: Iterable[np.ndarray], context: Tensor, size: int, contexts: int, window: int, most: int, sides: str,
+                 bits: int) -> Tensor:
     """Sorted words (token * 2C + side and context) << bits | weight, each pair once; weights in units of 1/scale. No token
     occurs more than `most` times, and so no pair at one offset."""
     scale = math.lcm(*range(1, window + 1))
@@ -81,68 +83,65 @@ def _count_pairs(documents: Iterable[np.ndarray], context: np.ndarray, size: int
     if 2 * most * sum(weights) >= 1 << max(bits, 0):  # pooled, a pair counts on both sides
         raise TreeError(f"counts of a token that occurs {most} times with window {window} do not fit; use a smaller window or "
                         "fewer tokens")
-    runs: list[np.ndarray] = []
+    runs: list[Tensor] = []
     for chunk in token_chunks(documents, size, window):
-        near = context[chunk].astype(np.int64)
+        token = torch.from_numpy(chunk).to(context.device)
+        near = context[token]
         words = []
         for offset, weight in enumerate(weights, start=1):
-            for row, column, side in ((chunk[:-offset], near[offset:], 0), (chunk[offset:], near[:-offset], left)):
-                real = (row >= 0) & (column >= 0)
-                pair = row[real] * (2 * contexts) + column[real] + side
-                words.append((pair << bits) | weight)
+            for row, column, side in ((token[:-offset], near[offset:], 0), (token[offset:], near[:-offset], left)):
+                pair = row * (2 * contexts) + column + side
+                words.append(((pair << bits) | weight)[(row >= 0) & (column >= 0)])
         runs.append(_merge(words, bits))
         while len(runs) > 1 and 2 * len(runs[-1]) > len(runs[-2]):
             runs[-2:] = [_merge(runs[-2:], bits)]
-    return _merge(runs, bits) if runs else np.zeros(0, dtype=np.int64)
+    return _merge(runs, bits) if runs else context.new_zeros(0)
 
 
-def _merge(words: list[np.ndarray], bits: int) -> np.ndarray:
+def _merge(words: list[Tensor], bits: int) -> Tensor:
     """Sorted, the weights of equal pairs added."""
-    joined = np.concatenate(words)
-    joined.sort()
+    joined = torch.cat(words)
+    if joined.is_cuda:
+        joined = joined.sort().values
+    else:
+        joined.numpy().sort()  # twice as fast as torch's
     pair = joined >> bits
-    start = np.flatnonzero(np.r_[True, pair[1:] != pair[:-1]]) if len(joined) else np.zeros(0, dtype=np.int64)
-    if len(start) == len(joined):
+    last = torch.cat([pair[1:] != pair[:-1], torch.ones_like(pair[:1], dtype=torch.bool)]).nonzero()[:, 0]
+    if len(last) == len(joined):
         return joined
-    weight = np.add.reduceat(joined & ((1 << bits) - 1), start)
-    return (pair[start] << bits) | weight
+    until = (joined & ((1 << bits) - 1)).cumsum(0)[last]
+    return (pair[last] << bits) | torch.diff(until, prepend=until.new_zeros(1))
 
 
-def _positive_pmi(words: np.ndarray, size: int, contexts: int, smoothing: float,
-                  bits: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _positive_pmi(words: Tensor, size: int, contexts: int, smoothing: float, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     """Rows, columns and values of the positive entries, sorted by row."""
-    pair = words >> bits
-    weight = (words & ((1 << bits) - 1)).astype(np.float64)
-    rows, columns = (pair // (2 * contexts)).astype(np.int32), (pair % (2 * contexts)).astype(np.int32)
-    values = np.zeros(len(pair), dtype=np.float32)
-    for side in (0, 1):
-        here = (columns >= contexts) == bool(side)
-        row, column, count = rows[here], columns[here] - side * contexts, weight[here]
-        by_row = np.bincount(row, count, minlength=size)
-        by_column = np.bincount(column, count, minlength=contexts) ** smoothing
-        with np.errstate(divide="ignore"):
-            chance = np.log(by_column / by_column.sum()) if by_column.any() else by_column
-            values[here] = np.log(count) - np.log(by_row)[row] - chance[column]
+    pair, weight = words >> bits, (words & ((1 << bits) - 1)).double()
+    rows, columns = (pair // (2 * contexts)).int(), (pair % (2 * contexts)).int()
+    of = 2 * rows + (columns >= contexts)  # a token's left and its right are counted apart
+    by_row = torch.bincount(of, weight, minlength=2 * size)
+    by_column = torch.bincount(columns, weight, minlength=2 * contexts).view(2, contexts) ** smoothing
+    chance = torch.log(by_column / by_column.sum(1, keepdim=True)).flatten()  # nothing looks up a side that is empty
+    values = (weight.log() - by_row.log()[of] - chance[columns]).float()
     keep = values > 0
     return rows[keep], columns[keep], values[keep]
 
 
-def _decompose(rows: np.ndarray, columns: np.ndarray, values: np.ndarray, size: int, width: int, dimensions: int,
-               damping: float, seed: int, device: str) -> np.ndarray:
+def _decompose(rows: Tensor, columns: Tensor, values: Tensor, size: int, width: int, dimensions: int, damping: float,
+               seed: int) -> np.ndarray:
     """U S^damping of the matrix (size, width) with these entries."""
+    device = rows.device
     rank = min(dimensions, width, size)
     probe = min(rank + 32, width)
     bits = rng.words(torch.arange(width), probe, "neighbours", seed)
     basis = (rng.to_uniform(bits).float() - 0.5).to(device)
     step = max(1, _BLOCK // width)
-    cuts = np.searchsorted(rows, np.arange(0, size + step, step))
+    cuts = torch.searchsorted(rows, torch.arange(0, size + step, step, device=device, dtype=rows.dtype)).tolist()
 
-    def blocks() -> Iterator[tuple[int, torch.Tensor]]:
+    def blocks() -> Iterator[tuple[int, Tensor]]:
         for number, start in enumerate(range(0, size, step)):
-            part = slice(int(cuts[number]), int(cuts[number + 1]))
+            part = slice(cuts[number], cuts[number + 1])
             block = torch.zeros(min(step, size - start), width, device=device)
-            place = (rows[part].astype(np.int64) - start) * width + columns[part]
-            block.view(-1)[torch.from_numpy(place).to(device)] = torch.from_numpy(values[part]).to(device)
+            block.view(-1)[(rows[part].long() - start) * width + columns[part]] = values[part]
             yield start, block
 
     for _ in range(4):
