@@ -141,13 +141,13 @@ def _brought(path: Path) -> Row:
     return row_of(Entry(path.resolve().name, config), path)
 
 
-def chosen_runs(entries: list[Entry], only: Sequence[str]) -> list[Entry]:
+def chosen_runs(entries: Sequence[Entry], only: Sequence[str]) -> list[Entry]:
     """In the order of `only`, whose names may be patterns (`mdlm*`)."""
     known = {entry.name: entry for entry in entries}
     found = {name: fnmatch.filter(known, name) for name in only}
     if strange := [name for name, names in found.items() if not names]:
         raise ConfigError(f"this study has no run {strange[0]!r}; it has {', '.join(known)}")
-    return [known[name] for name in dict.fromkeys(itertools.chain.from_iterable(found.values()))] if only else entries
+    return [known[name] for name in dict.fromkeys(itertools.chain.from_iterable(found.values()))] if only else list(entries)
 
 
 def _novels(folder: Path, tokenizer: str, say: Say) -> Path:

@@ -195,13 +195,13 @@ class Engine:
         return path
 
     def evaluated(self, where: Path) -> dict[str, Any]:
-        """The run's eval.json, with products as exact as those of its training."""
-        run = open_run(where, self.device)
+        """The run's eval.json, computed with the numbers that it was trained and validated with (bfloat16 at budget size)."""
+        run, device = open_run(where, self.device), torch.device(self.device)
         sampled = next(iter(run.assembly.objective.estimators(run.assembly.model))) == "sampled"
-        with tf32(torch.device(self.device)):
+        with tf32(device):
             return evaluate_run(run, data=self.data, split="valid", estimator="auto", pad=None,
-                                repeats=SAMPLED[self.size] if sampled else REPEATS, limit=ROWS[self.size], batch=32, seed=0,
-                                say=lambda line: None, counted=self.counted(run))
+                                repeats=SAMPLED[self.size] if sampled else REPEATS, limit=ROWS[self.size], batch=64, seed=0,
+                                dtype=run.config.train.dtype, say=lambda line: None, counted=self.counted(run))
 
     def counted(self, run: Run) -> dict[str, Any] | None:
         """What n-gram models scored beside another run of this study on the same rows: counting takes longer than evaluating."""

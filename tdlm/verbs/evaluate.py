@@ -40,14 +40,16 @@ STRICT = "strict"
 
 def evaluate_run(run: Run, *, data: Path | None, split: str, estimator: str, pad: Pad | None, repeats: int,
                  limit: int | None, batch: int, seed: int, say: Callable[[str], None], protocol: str = STRICT,
-                 length: int | None = None, layout: str | None = None, counted: dict[str, Any] | None = None) -> dict[str, Any]:
+                 length: int | None = None, layout: str | None = None, counted: dict[str, Any] | None = None,
+                 dtype: str = "float32") -> dict[str, Any]:
     """The rows of a prepared folder. `counted` is what n-gram models scored on these very rows (`ngrams`, `ngram_tokens`), where
     that is known already."""
     store = run.store(data)
     chosen, objective = _for_run(run, protocol, estimator, pad, length, layout)
     rows = protocol_rows(chosen, store, split=split, limit=limit)
-    bound = _bound(run, objective, chosen, rows, estimator, repeats, batch, seed)
-    result = {**_result(chosen, bound, rows, store.tokenizer), "step": run.step, "split": split, "vocabulary": store.size}
+    bound = _bound(run, objective, chosen, rows, estimator, repeats, batch, seed, dtype)
+    result = {**_result(chosen, bound, rows, store.tokenizer), "step": run.step, "split": split, "vocabulary": store.size,
+              "dtype": dtype}
     if chosen.average == "tokens" and counted is not None:
         result |= counted
     elif chosen.average == "tokens":
@@ -120,13 +122,13 @@ def _for_run(run: Run, protocol: str, estimator: str, pad: Pad | None, length: i
 
 
 def _bound(run: Run, objective: Objective, chosen: Protocol, rows: Tensor, estimator: str, repeats: int, batch: int,
-           seed: int) -> Bound:
+           seed: int, dtype: str = "float32") -> Bound:
     """A method that lacks the protocol's estimator uses its own; one that was asked for by name must be there."""
     known = objective.estimators(run.assembly.model)
     wanted = chosen.estimator if estimator != "auto" or chosen.estimator in known else None
     with counter("evaluate") as progress:
         return evaluate_bound(run.assembly.model, objective, rows, batch=batch, seed=seed, repeats=repeats, estimator=wanted,
-                              progress=progress)
+                              progress=progress, dtype=dtype)
 
 
 def _judged(judge: Judge, chosen: Protocol, rows: Tensor, tokenizer: Tokenizer, batch: int) -> dict[str, Any]:
