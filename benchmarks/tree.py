@@ -1,4 +1,4 @@
-"""How good and how fast are the trees?   python -m benchmarks.tree [--clusters FOLDER]
+"""How good and how fast are the trees?   python -m benchmarks.tree [--clusters FOLDER]   or   ... --device cuda [--data FOLDER]
 
 The vocabulary is GPT-2's with PAD (50,258 tokens), the vectors are tests/fixtures/gpt2-vocab-embed64.npz (64 dimensions),
 and once 768 synthetic dimensions (`synthetic`). The yardstick in the same run is faiss's unconstrained K-means of the
@@ -6,6 +6,10 @@ same vectors, 15 iterations: its inertia, and its time, since seconds alone say 
 
 Every measurement runs in a process of its own. faiss and torch bring an OpenMP runtime each; in one process their
 waiting threads take the processor from one another, and a tree takes eight times as long.
+
+With `--device` the question is what that device does with the same requests: the first tree with everything that starts the
+device, then warm ones, and the processor's trees of the same machine beside them; with `--data` also a tree from how a
+corpus uses its tokens, counting included. One process, written after every tree. `--device cpu --tiny` tries it.
 """
 from __future__ import annotations
 
@@ -17,7 +21,6 @@ import os
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,11 +28,12 @@ from typing import Any
 import numpy as np
 import torch
 
+from tdlm.data.store import TokenStore
 from tdlm.files import write_json
-from tdlm.train.provenance import provenance
+from tdlm.train.provenance import device_name, provenance
 from tdlm.tree.build import build_tree
 from tdlm.tree.cluster import inertia
-from tdlm.tree.embeddings import from_array
+from tdlm.tree.embeddings import from_array, from_store
 from tdlm.tree.reference import hdlm_kmeans
 from tdlm.tree.tree import Tree, split_bounds
 
@@ -85,18 +89,17 @@ def out_of_bounds(tree: Tree, height: int | None) -> dict[str, int]:
     return {"splits": splits, "splits_out_of_bounds": outside}
 
 
-def measure_tree(name: str) -> dict[str, Any]:
+def measure_tree(name: str, device: str = "cpu", rows: np.ndarray | None = None) -> dict[str, Any]:
     vectors, k, height = REQUESTS[name]
-    rows = rows_of(vectors)
+    rows = rows_of(vectors) if rows is None else rows
     low, high = RATIOS
-    tree, took = timed(lambda: build_tree(rows, branching=k, size=TOKENS, min_ratio=low, max_ratio=high, height=height))
+    tree, took = timed(lambda: build_tree(rows, branching=k, size=len(rows), min_ratio=low, max_ratio=high, height=height,
+                                          device=device))
     known = rows.any(1)
-    with tempfile.TemporaryDirectory() as folder:
-        tree.save(Path(folder) / "tree.safetensors")
-        digest = hashlib.sha256((Path(folder) / "tree.safetensors").read_bytes()).hexdigest()
     return {"vectors": vectors, "dimensions": rows.shape[1], "K": k, "height_asked": height, "height": tree.height,
             "inner_nodes": tree.nodes - tree.size, **out_of_bounds(tree, height),
-            "root_inertia": inertia(rows[known], tree.slot[-1].numpy()[known], k), "sha256": digest, **took}
+            "root_inertia": inertia(rows, tree.slot[-1].numpy()[known], k, np.flatnonzero(known)),
+            "sha256": hashlib.sha256(tree.to_bytes()).hexdigest(), **took}
 
 
 def measure_faiss(name: str) -> dict[str, Any]:
@@ -171,6 +174,83 @@ def against_faiss(name: str, repeats: int) -> dict[str, Any]:
             "same_bytes": len({pair[1]["sha256"] for pair in pairs}) == 1}
 
 
+DEVICE_RUNS = {"K=512": 4, "K=512, 768 dimensions": 3, "K=225": 2, "K=37, height 3": 2, "K=2": 1}
+"""Trees that `--device` makes of each request; the first of all starts the device."""
+
+
+def on_device(chosen: argparse.Namespace) -> dict[str, Any]:
+    """Trees on a device, then the processor's own, as long as there is time."""
+    device, begun = chosen.device, time.perf_counter()
+    result: dict[str, Any] = {"ratios": RATIOS, "tokens": TOKENS, "trees": {}, "provenance": provenance(
+        device, processor=device_name("cpu"), command=f"python -m benchmarks.tree --device {torch.device(device).type}")}
+    kept: dict[str, np.ndarray] = {}
+
+    def rows(name: str) -> np.ndarray:
+        vectors = REQUESTS[name][0]
+        if vectors not in kept:
+            kept[vectors] = rows_of(vectors)[-2000:] if chosen.tiny else rows_of(vectors)
+        return kept[vectors]
+
+    def part(name: str, key: str, act: Any) -> None:
+        found = result["trees"].setdefault(name, {})
+        try:
+            late = time.perf_counter() - begun > chosen.seconds
+            found[key] = {"failed": f"left out, {chosen.seconds:.0f} s are over"} if late else act()
+        except Exception as error:  # whatever breaks one tree, the others are still wanted
+            found[key] = {"failed": f"{type(error).__name__}: {error}"}
+        print(f"{name:24s} {key:10s} {found[key].get('failed') or found[key]['seconds']}", flush=True)
+        result["seconds"] = time.perf_counter() - begun
+        write_json(chosen.out, result)
+
+    for name, count in DEVICE_RUNS.items():
+        part(name, "device", lambda name=name, count=count: warm([measure_tree(name, device, rows(name)) for _ in range(count)]))
+    if chosen.data:
+        part("corpus, K=512", "device", lambda: corpus_tree(chosen.data, device))
+    for name in DEVICE_RUNS:
+        part(name, "processor", lambda name=name: measure_tree(name, "cpu", rows(name)))
+        result["aims"] = device_aims(result["trees"])
+    result["seconds"] = time.perf_counter() - begun
+    return result
+
+
+def warm(runs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Several runs as one record, the first of them by itself: it loads the device's kernels."""
+    seconds = [run["seconds"] for run in runs]
+    rest = seconds[1:] or seconds
+    return {**{key: value for key, value in runs[0].items() if key not in ("seconds", "load_average")},
+            "seconds": {"first": seconds[0], "median": statistics.median(rest), "min": min(rest), "max": max(rest)},
+            "same_bytes": len({run["sha256"] for run in runs}) == 1}
+
+
+def corpus_tree(folder: Path, device: str) -> dict[str, Any]:
+    """Counting neighbours, the decomposition, and K=512 clusters of the vectors."""
+    store = TokenStore(folder)
+    vectors, counting = timed(lambda: from_store(store, device=device))
+    tree, building = timed(lambda: build_tree(vectors, branching=512, size=store.size, counts=store.counts, device=device))
+    return {"tokens": store.tokens("train"), "height": tree.height, **out_of_bounds(tree, None),
+            "seconds": {"vectors": counting["seconds"], "tree": building["seconds"]}}
+
+
+def device_aims(trees: dict[str, Any]) -> dict[str, Any]:
+    """The device's trees beside the processor's: as good, in bounds, the same every time, and soon."""
+    found: dict[str, Any] = {}
+    for name, both in trees.items():
+        here, there = both.get("device", {}), both.get("processor", {})
+        if name not in DEVICE_RUNS or "seconds" not in here:
+            continue
+        if "seconds" in there:
+            ratio = here["root_inertia"] / there["root_inertia"]
+            found[f"{name}: root inertia over the processor's"] = {"value": ratio, "most": 1.01, "met": ratio <= 1.01}
+        outside = here["splits_out_of_bounds"]
+        found[f"{name}: splits out of bounds"] = {"value": outside, "most": 0, "met": outside == 0}
+        found[f"{name}: same bytes in every run"] = {"value": here["same_bytes"], "least": 1, "met": here["same_bytes"]}
+        if name.startswith("K=512"):
+            for which in ("first", "median"):
+                seconds = here["seconds"][which]
+                found[f"{name}: seconds, {which}"] = {"value": seconds, "most": 3, "met": seconds <= 3}
+    return found
+
+
 def aims(result: dict[str, Any]) -> dict[str, Any]:
     """What was promised, what came, and whether it holds; times are the median of the runs."""
     found: dict[str, Any] = {}
@@ -199,12 +279,24 @@ def main() -> None:
     options.add_argument("--only", nargs=2, metavar=("WHAT", "NAME"), help="one measurement, printed (the runs use this)")
     options.add_argument("--clusters", type=Path, help="a folder of cluster tables (.npz with centroid and cluster) to read")
     options.add_argument("--repeats", type=int, default=3)
-    options.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "tree.json")
+    options.add_argument("--device", help="cuda: the trees of that device, with the processor's beside them")
+    options.add_argument("--data", type=Path, help="with --device: a prepared folder, for a tree from its corpus")
+    options.add_argument("--seconds", type=float, default=30, help="with --device: begin no tree after so long")
+    options.add_argument("--tiny", action="store_true", help="with --device: 2,000 tokens, to try the script")
+    options.add_argument("--out", type=Path, help="default: benchmarks/results/tree.json, or tree-DEVICE.json")
     chosen = options.parse_args()
+    if chosen.out is None:
+        suffix = f"-{torch.device(chosen.device).type}" if chosen.device else ""
+        chosen.out = Path(__file__).parent / "results" / f"tree{suffix}.json"
     if chosen.only:
         print(json.dumps(MEASURES[chosen.only[0]](chosen.only[1])))
         return
-    result: dict[str, Any] = {"ratios": RATIOS, "tokens": TOKENS, "against_faiss": {
+    if chosen.device:
+        result = on_device(chosen)
+        write_json(chosen.out, result)
+        print(json.dumps(result["aims"], indent=1), f"{result['seconds']:.0f} s")
+        return
+    result = {"ratios": RATIOS, "tokens": TOKENS, "against_faiss": {
         name: against_faiss(name, chosen.repeats) for name in ("K=512", "K=512, 768 dimensions")}}
     result["trees"] = {name: spread([alone("tree", name)]) for name in REQUESTS if name not in result["against_faiss"]}
     again = alone("tree", "K=2")

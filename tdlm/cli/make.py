@@ -86,7 +86,8 @@ class TreeBuild:
     metric: Literal["cosine", "euclidean"] = "cosine"
     """How vectors are compared."""
     seed: int = 0
-    device: str = "cpu"
+    device: Text = None
+    """cpu or cuda (default: the GPU if there is one)."""
     json: Flag = False
     """Print the description on stdout."""
 

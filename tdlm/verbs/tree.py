@@ -27,10 +27,11 @@ ARRAYS = (".npy", ".npz")
 
 def build_from(*, data: Path | None = None, tokenizer: str | None = None, vectors: str | None = None, branching: int = 512,
                min_ratio: float = 0.8, max_ratio: float = 1.2, height: int | None = None, max_depth: int = 32,
-               complete: bool = True, method: str = "kmeans", metric: str = "cosine", seed: int = 0, device: str = "cpu",
+               complete: bool = True, method: str = "kmeans", metric: str = "cosine", seed: int = 0, device: str | None = "cpu",
                tensor: str | None = None, window: int | None = None, contexts: int = 4096, sides: str = "apart",
                max_mass: float | None = None, say: Callable[[str], None]) -> tuple[Tree, dict[str, Any]]:
-    """The tree and its description; `data` gives the tokenizer and, unless `vectors` says otherwise, the statistics."""
+    """The tree and its description; `data` gives the tokenizer and, unless `vectors` says otherwise, the statistics. No device
+    asked for: the GPU if there is one."""
     store = TokenStore(data) if data is not None else None
     if store is None and tokenizer is None:
         raise ConfigError("a tree needs a vocabulary: --data DIR (a prepared folder), or --tokenizer FILE")
@@ -40,7 +41,7 @@ def build_from(*, data: Path | None = None, tokenizer: str | None = None, vector
     counts = store.counts if store is not None else None
     check_request(loaded.size, branching=branching, min_ratio=min_ratio, max_ratio=max_ratio, height=height,
                   max_depth=max_depth, complete=complete, method=method, max_mass=max_mass, counted=counts is not None)
-    device = str(choose_device(device))
+    chosen = str(choose_device(device))
     if tensor is not None and (vectors is None or vectors == "corpus" or vectors.endswith(ARRAYS)):
         raise ConfigError("--tensor names a tensor of a checkpoint; give one with --vectors")
     if method == "exchange" and store is None:
@@ -53,7 +54,7 @@ def build_from(*, data: Path | None = None, tokenizer: str | None = None, vector
             raise ConfigError("corpus statistics need text: give --data DIR, or vectors of your own (--vectors FILE)")
         say(f"counting neighbours in {store.tokens('train'):,} tokens")
         rows = from_store(store, metric=cast(Metric, metric), contexts=contexts, sides=sides,
-                          window=4 if window is None or method == "exchange" else window, device=device)
+                          window=4 if window is None or method == "exchange" else window, device=chosen)
     elif method in VECTORIAL:
         rows = _vectors(cast(str, vectors), loaded, counts, cast(Metric, metric), tensor)
     elif vectors is not None:
@@ -63,7 +64,7 @@ def build_from(*, data: Path | None = None, tokenizer: str | None = None, vector
     with counter("tree") as tell:
         tree = build_tree(rows, size=loaded.size, branching=branching, min_ratio=min_ratio, max_ratio=max_ratio,
                           height=height, max_depth=max_depth, complete=complete, seed=seed, method=cast(Any, method),
-                          counts=counts, tokenizer_hash=loaded.hash, device=device, near=near,
+                          counts=counts, tokenizer_hash=loaded.hash, device=chosen, near=near,
                           max_mass=max_mass, say=say, progress=lambda depth, done, total: tell(done, total))
     if height is None and method != "hdlm" and (possible := lowest_height(loaded.size, branching)) < tree.height:
         say(f"K={branching} reaches height {possible} when it is asked for: --height {possible}")

@@ -1,7 +1,10 @@
 """What a GPU computes, run on the processor: the same operations of torch, the same guarantees, and hardly a wait in them."""
 from __future__ import annotations
 
+import argparse
+import json
 from collections import Counter
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -9,6 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from benchmarks import tree as benchmark
 from tdlm.tree import assign
 from tdlm.tree.assign import segment_sums, sizes_of, two_cheapest
 from tdlm.tree.build import build_tree
@@ -94,3 +98,27 @@ def test_waits_and_launches_do_not_grow_with_the_problem(n: int, k: int, elsewhe
     with Launches() as seen:
         balanced_kmeans(x, k, int(0.8 * n / k), -(-n * 6 // (5 * k)), seed=0, iterations=5)
     assert 0 < seen.waits <= 3 * steps and sum(seen.count.values()) <= 110 * steps, seen.count.most_common(12)
+
+
+def test_the_benchmark_of_a_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Every tree is made, one that fails is told and stops no other, and each aim is judged by its own tree."""
+    monkeypatch.setattr(benchmark, "DEVICE_RUNS", {"K=225, height 2": 2, "broken": 1, "late": 1})
+    monkeypatch.setitem(benchmark.REQUESTS, "broken", ("gpt2", 1, None))
+    options = argparse.Namespace(device="cpu", data=None, seconds=600.0, tiny=True, out=tmp_path / "tree.json")
+    result = benchmark.on_device(options)
+    tree = result["trees"]["K=225, height 2"]
+    assert tree["device"]["same_bytes"] and tree["device"]["sha256"] == tree["processor"]["sha256"]
+    assert tree["device"]["splits"] == 1 and tree["device"]["splits_out_of_bounds"] == 0
+    assert "at least 2, got 1" in result["trees"]["broken"]["device"]["failed"]
+    assert [aim["met"] for aim in result["aims"].values()] == [True] * 3
+    assert set(json.loads(options.out.read_text())["trees"]) == {"K=225, height 2", "broken", "late"}
+    options.seconds = 0.0
+    assert all("left out" in both["device"]["failed"] for both in benchmark.on_device(options)["trees"].values())
+
+
+def test_aims_of_a_device():
+    here = {"seconds": {"first": 4.0, "median": 1.0}, "root_inertia": 102.0, "splits_out_of_bounds": 0, "same_bytes": False}
+    aims = benchmark.device_aims({"K=512": {"device": here, "processor": {"seconds": 9.0, "root_inertia": 100.0}}})
+    assert {name.split(": ")[1]: aim["met"] for name, aim in aims.items()} == {
+        "root inertia over the processor's": False, "splits out of bounds": True, "same bytes in every run": False,
+        "seconds, first": False, "seconds, median": True}
