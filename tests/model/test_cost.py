@@ -56,9 +56,12 @@ def test_attention_counts_its_work():
 
 
 def test_growth_compares_with_the_smallest_vocabulary():
-    def row(method: str, size: int, time: float, memory: float | None) -> dict[str, Any]:
-        return {"method": method, "vocabulary": size, "K": 4, "milliseconds": {"median": time}, "memory": {"head": memory}}
+    def row(method: str, size: int, time: float, fill: float, memory: float | None) -> dict[str, Any]:
+        return {"method": method, "vocabulary": size, "K": 4, "milliseconds": {"median": time}, "memory": {"head": memory},
+                **({"table_fill": {"median": fill}} if fill else {})}
 
-    rows = {"a": row("tied", 50, 2.0, 10.0), "b": row("tied", 200, 2.1, 10.5), "c": row("shared", 200, 9.0, None),
-            "d": {"failed": "out of memory"}}
-    assert cost.growth(rows) == {"tied, K=4, 200 tokens": {"time": 1.05, "memory": 1.05}}
+    rows = {"a": row("tied", 50, 2.5, 0.5, 10.0), "b": row("tied", 200, 4.0, 1.96, 10.5), "c": row("shared", 200, 9.0, 0, None),
+            "d": {"failed": "out of memory"}, "e": row("shared", 50, 10.0, 0, None)}
+    found = cost.growth(rows)
+    assert found["tied, K=4, 200 tokens"] == pytest.approx({"time": 1.6, "time_without_table": 1.02, "memory": 1.05})
+    assert found["shared, K=4, 200 tokens"] == {"time": 0.9, "time_without_table": 0.9, "memory": None} and len(found) == 2
