@@ -7,7 +7,8 @@ from .joint import JointMethod, JointObjective
 from .mdlm import MdlmMethod
 from .sedd import SeddMethod, SeddObjective
 from .tree import TreeMethod, TreeObjective
+from .two_step import TwoStepMethod
 
 __all__ = ["Autoregressive", "AutoregressiveObjective", "AutoregressiveTree", "GiddMethod", "GiddObjective",
            "HdlmMethod", "HdlmObjective", "JointMethod", "JointObjective", "Loss", "MdlmMethod", "Objective", "SeddMethod",
-           "SeddObjective", "TreeMethod", "TreeObjective"]
+           "SeddObjective", "TreeMethod", "TreeObjective", "TwoStepMethod"]

@@ -7,6 +7,9 @@ the star (K = V): `shared` is then MDLM with an output matrix of its own and `ti
 first two rows of the table. `paper` is cascade x shared with the rest of the paper's choices: told the time, and more blocks
 in the place of the V-wide head it does without.
 
+`two-step` is the flat process with a softmax that goes down the tree, from one hidden state: what the tree is worth as a
+factored softmax, without a process that shows classes.
+
 Every opponent also stands there tied to the embedding and starting at the unigram model, as ours do. And since trees train
 with weights of at most 2, where MDLM was published with 1 / t, each side has a row with the other's rule.
 """
@@ -24,6 +27,7 @@ from ..objectives.hdlm import HdlmMethod
 from ..objectives.joint import JointMethod
 from ..objectives.mdlm import FLOOR, MdlmMethod
 from ..objectives.tree import TreeMethod
+from ..objectives.two_step import TwoStepMethod
 from ..process import Cascade, Overlapping
 from ..recipes import BASE, SMALL, recipe
 from .entry import Entry, Size, Study
@@ -90,6 +94,7 @@ def _equal_cost(size: Size) -> list[Entry]:
              entry("gidd", GiddMethod(p_uniform=0.0), "time"), entry("gidd-tied", GiddMethod(p_uniform=0.0, head=Tied()), "time"),
              entry(f"hdlm-{middle}", HdlmMethod(), "time", middle),
              entry(f"hdlm-tied-{middle}", HdlmMethod(head=Dense(tied=True)), "time", middle),
+             entry(f"two-step-{middle}", TwoStepMethod(), "none", middle),
              entry(f"paper-{middle}", TreeMethod(clip=2.0), "time", middle, blocks=of.blocks)]
     for process, what in ((Cascade(), "level"), (Overlapping(), "none")):
         for head in (Shared(), Tied()):

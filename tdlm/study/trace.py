@@ -29,7 +29,7 @@ def way_down(row: Row, found: Collection, steps: int) -> tuple[Path, Path]:
     store = run.store()
     tree, trace = found.file(f"-{row.name}-tree.svg"), found.file(f"-{row.name}-trace.svg")
     write_text(tree, tree_svg(run.tree, run.tokenizer, store.counts))
-    write_text(trace, trace_svg(_frames(run, steps), run.tree.height))
+    write_text(trace, trace_svg(_frames(run, steps), run.assembly.objective.tree.height))
     return tree, trace
 
 
@@ -40,7 +40,7 @@ def _frames(run: Run, steps: int) -> list[dict[str, Any]]:
     draws = Draws(0, 0, "sample", torch.zeros(1, dtype=torch.int64, device=objective.tree.ancestor.device))
     drawn = objective.sample(run.assembly.model, (1, length), steps=max(steps, run.tree.height), draws=draws, given=given,
                              trace=True)
-    return trace_frames(drawn.frames, run.tree, run.tokenizer, given[0])
+    return trace_frames(drawn.frames, objective.tree.to("cpu"), run.tokenizer, given[0])
 
 
 def moments(frames: list[dict[str, Any]], count: int = MOMENTS) -> list[dict[str, Any]]:

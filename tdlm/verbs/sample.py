@@ -85,7 +85,8 @@ def sample_run(run: Run, request: Request, *, say: Callable[[str], None], keep: 
     if keep:
         _append(run, "samples.json", "groups", request.title, result)
         if request.trace:
-            frames = trace_frames(drawn[0].frames, run.tree, run.tokenizer, given[0])
+            seen = run.assembly.objective.tree.to("cpu")  # of what is shown: a star where the tree only factors the softmax
+            frames = trace_frames(drawn[0].frames, seen, run.tokenizer, given[0])
             _append(run, "trace.json", "traces", request.title, {"prompt": request.prompt or request.infill, "frames": frames})
     return result
 
