@@ -68,7 +68,7 @@ def record(call: Callable[..., Tensor], *inputs: Tensor | None) -> Callable[...,
     """A function of new inputs of the same shapes that replays the kernels of `call`."""
     held = [None if value is None else value.clone() for value in inputs]
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads go on
         answer = call(*held)
 
     def replay(*values: Tensor | None) -> Tensor:

@@ -10,7 +10,6 @@ from tdlm.model.kernels import few
 from tdlm.train.plan import complete_tree
 from tdlm.tree import Tree
 
-
 TREES = [complete_tree(200, 20), complete_tree(3000, 18), Tree.from_nested([[*range(30)], 30, [31, 32]])]
 
 

@@ -13,12 +13,12 @@ from benchmarks import dense_gidd
 from tdlm.assemble import Assembly, assemble
 from tdlm.config import BackboneConfig
 from tdlm.model.head import Tied
-from tdlm.objectives import GiddMethod, MdlmMethod, TreeMethod
+from tdlm.objectives import GiddMethod, JointMethod, MdlmMethod, TreeMethod
 from tdlm.process import Cascade, Cosine, Overlapping
 from tdlm.process.flat import Hybrid
 from tdlm.recipes import recipe
 from tdlm.rng import Draws
-from tdlm.sample import Choice, draw, replay
+from tdlm.sample import Choice, draw, replay, walk
 from tdlm.sample.draw import invert
 from tdlm.sample.flat import generate_flat
 from tdlm.tree import Tree
@@ -61,6 +61,31 @@ def test_the_tree_sampler_says_what_the_slow_one_says(nested, process, condition
         fast = side.objective.sample(side.model, (3, 5), steps=9, draws=rows(3), **each)
         tokens, evaluations = slow.ancestral(side.model, process, tree, (3, 5), 9, rows(3), **each)
         assert fast.tokens.tolist() == tokens and fast.evaluations.tolist() == evaluations
+
+
+METHODS = [TreeMethod(head=Tied()), TreeMethod(process=Overlapping()), JointMethod(Cascade(), 2, mode="unit"),
+           JointMethod(Cascade(), 2, mode="marginal")]
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda each: str(each)[:40])
+@pytest.mark.parametrize("sampler", ["ancestral", "first-hitting", "confidence"])
+def test_what_is_known_by_height_is_what_the_nodes_say(method, sampler, monkeypatch):
+    """Given, shown and missing tokens side by side; every row comes out as it does by itself."""
+    side = network(method, Tree.from_nested(EVEN), "none")
+    given = torch.full((4, 7), -1)
+    given[0, 1], given[1, :3], given[3, ::2], shown = 3, 6, 2, torch.zeros(4, 7, dtype=torch.bool)
+    shown[0, 1], shown[3, 2] = True, True
+
+    def made(chosen: slice) -> tuple[list[list[int]], list[int]]:
+        drawn = side.objective.sample(side.model, (len(given[chosen]), 7), steps=9, given=given[chosen], shown=shown[chosen],
+                                      draws=rows(4).part(chosen), sampler=sampler)
+        return drawn.tokens.tolist(), drawn.evaluations.tolist()
+
+    known = made(slice(0, 4))
+    for row in range(4):
+        assert made(slice(row, row + 1)) == (known[0][row:row + 1], known[1][row:row + 1])
+    monkeypatch.setattr(walk, "choices_by_height", lambda tree: None)
+    assert made(slice(0, 4)) == known
 
 
 @pytest.mark.parametrize("p_uniform", [0.0, 0.3])
@@ -127,6 +152,13 @@ def test_wide_distributions_are_inverted_like_narrow_ones(count, dtype, monkeypa
     monkeypatch.setattr(draw, "WIDE", 10**9)
     assert torch.equal(wide, invert(p, uniform))
     assert bool((p.gather(1, wide[:, None]) > 0).all())
+
+
+def test_an_edge_belongs_to_the_outcome_above_it():
+    for count in (4, draw.WIDE):
+        p = torch.zeros(2, count, dtype=FLOAT)
+        p[:, 1], p[:, 3] = 0.25, 0.75
+        assert invert(p, torch.tensor([0.25, 0.25 - 2.0**-54], dtype=FLOAT)).tolist() == [3, 1]
 
 
 def test_a_plain_wide_distribution_keeps_its_numbers():
