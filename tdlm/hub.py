@@ -6,21 +6,14 @@ from pathlib import Path
 from .errors import TdlmError
 
 
-def check_name(name: str, complaint: type[TdlmError]) -> None:
-    """Complain about what cannot be fetched, without a look at the network."""
+def fetch_checkpoint(name: str, complaint: type[TdlmError]) -> Path:
+    """The local folder of owner/model. Every failure is one line of the caller's kind of error."""
     if name.startswith((".", "/", "~")) or name.count("/") != 1 or name.endswith(".safetensors"):
         raise complaint(f"no checkpoint {name}; give a .safetensors file, a folder, or an owner/model of the Hugging Face hub")
     try:
-        import huggingface_hub  # noqa: F401 - is it there?
+        import huggingface_hub
     except ImportError:
         raise complaint(f"{name} is no file here; to fetch it from the Hugging Face hub: pip install 'tdlm[hf]'") from None
-
-
-def fetch_checkpoint(name: str, complaint: type[TdlmError]) -> Path:
-    """The local folder of owner/model. Every failure is one line of the caller's kind of error."""
-    check_name(name, complaint)
-    import huggingface_hub
-
     try:
         return Path(huggingface_hub.snapshot_download(name, allow_patterns=["*.safetensors", "*.json"]))
     except Exception as error:  # the hub's client raises whatever its transport raises

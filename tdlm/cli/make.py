@@ -94,6 +94,8 @@ class TreeBuild:
     def run(self) -> dict[str, Any]:
         from ..verbs.tree import build_from
 
+        if self.out.is_dir():
+            raise ConfigError(f"{self.out} is a folder; a tree is a file: --out {self.out / 'tree.safetensors'}")
         tree, description = build_from(
             data=self.data, tokenizer=self.tokenizer, vectors=self.vectors, branching=self.branching,
             min_ratio=self.min_ratio, max_ratio=self.max_ratio, height=self.height, max_depth=self.max_depth,

@@ -306,6 +306,7 @@ class StudyVerb:
 
     def run(self) -> dict[str, Any]:
         from ..study import STUDIES, Wishes, conduct, study
+        from ..study.conductor import chosen_runs
 
         chosen = None if self.name is None else study(self.name)
         wishes = Wishes(self.minutes, self.set, self.vectors, self.judge)
@@ -314,7 +315,7 @@ class StudyVerb:
         if chosen is None or self.out is None:
             raise ConfigError("give a study and a folder for it: tdlm study NAME --out DIR; the studies are: "
                               f"{', '.join(STUDIES)} (tdlm study --list)")
-        self._check(() if self.finished else chosen.runs(self.size, wishes))
+        self._check([] if self.finished else chosen_runs(chosen.runs(self.size, wishes), self.only))
         result = conduct(chosen, self.out, size=self.size, data=self.data, only=self.only, device=self.device, say=say,
                          wishes=wishes, finished=self.finished, trees_only=self.trees_only, within=self.within)
         if self.pack is not None:
@@ -332,23 +333,36 @@ class StudyVerb:
 
     def _check(self, runs: Sequence[Any]) -> None:
         """What is asked in vain, or is not there, is told before hours of work."""
-        from ..study.conductor import chosen_runs
         from ..train import folder
-        from ..verbs.tree import check_vectors
 
-        runs = chosen_runs(runs, self.only)
+        if self.out is not None and self.out.exists() and not self.out.is_dir():
+            raise ConfigError(f"{self.out} is a file; a study needs a folder: choose another --out")
         by_steps = [run.name for run in runs if run.minutes is None]
         if self.minutes is not None and len(by_steps) == len(runs):
             raise ConfigError(f"--minutes bounds no run of study {self.name} at size {self.size}: their steps do, which "
                               "--set train.steps=N changes; leave out --minutes")
         if self.minutes is not None and by_steps:
             say(f"bounded by steps, not by --minutes: {', '.join(by_steps)}")
-        for vectors in self.vectors:
-            check_vectors(vectors)
+        self._check_vectors(runs)
         if self.judge is not None and not (Path(self.judge) / folder.METRICS).is_file():
             from ..evaluate.judge import check_judge
 
             check_judge(self.judge)
+
+    def _check_vectors(self, runs: Sequence[Any]) -> None:
+        """Vectors whose tree is built already may be gone by now."""
+        from ..data.store import TokenStore
+        from ..data.tokenizer import Tokenizer
+        from ..study import study
+        from ..study.engine import TREES, tree_name
+        from ..verbs.tree import check_vectors
+
+        assert self.name is not None and self.out is not None
+        for run in runs if self.data is not None or self.size == "toy" else ():  # the others need data, which is said elsewhere
+            wanted = (run.tree or {}).get("vectors")
+            if wanted in self.vectors and not (self.out / TREES / f"{tree_name(run.tree)}.safetensors").is_file():
+                check_vectors(wanted, Tokenizer.load(study(self.name).tokenizer) if self.data is None else
+                              TokenStore(self.data).tokenizer)
 
     def _list(self, studies: Sequence[Any], wishes: Any) -> dict[str, Any]:
         from ..study.predict import described, predict

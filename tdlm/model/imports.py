@@ -77,12 +77,12 @@ class Imported:
 
 
 def parse(spec: str | Path) -> tuple[Family | None, str]:
-    """`gidd:PATH` and `mdlm:PATH` name a family; without one it is told from the tensors."""
+    """`gidd:PATH` and `mdlm:PATH` name a family; without one it is told from the tensors. `hf:` may stand before a hub's id."""
     head, colon, rest = str(spec).partition(":")
     for family in FAMILIES:
         if colon and head == family:
-            return family, rest
-    return None, str(spec)
+            return family, rest.removeprefix("hf:")
+    return None, str(spec).removeprefix("hf:")
 
 
 def read_checkpoint(spec: str | Path, *, tokens: int | None = None, heads: int | None = None) -> Imported:
@@ -116,6 +116,9 @@ def read_checkpoint(spec: str | Path, *, tokens: int | None = None, heads: int |
 def checkpoint_files(place: str) -> tuple[list[Path], dict[str, Any]]:
     """The safetensors files of a checkpoint, and the config.json beside them ({} where there is none)."""
     path = Path(place)
+    if not place or all((path / name).is_file() for name in ("config.json", "tree.safetensors")):
+        raise RunError(f"{place} is a run of this package already: use it as it is" if place else "no checkpoint is named; give "
+                       "a .safetensors file, a folder, or an owner/model of the Hugging Face hub")
     if path.is_file():
         if path.suffix != ".safetensors":
             raise RunError(f"{path.name} is no safetensors file; pickled checkpoints can run code and are not opened. Load it "

@@ -16,7 +16,7 @@ from ..evaluate.quality import judge_texts, mauve_score
 from ..files import write_json
 from ..train.provenance import provenance
 from ..train.run import Run
-from .sample import Request, sample_run
+from .sample import Request, checked, sample_run
 
 DRAWN, FREE = "quality-samples.json", "Free samples"
 
@@ -31,6 +31,8 @@ def quality_run(run: Run, *, judge: str, samples: Path | None = None, request: R
     for name, value in (("count", 1 if request is None else request.count), ("batch", batch), ("max-length", max_length)):
         if value < 1:
             raise ConfigError(f"at least 1 is expected, got --{name} {value}")
+    if request is not None:
+        checked(run, request)
     group = read_samples(samples) if samples is not None else None
     held = human_texts(run, data, count=len(group["texts"]) if group else request.count if request else 0,
                        length=(group or {}).get("length") or (request.length if request else None))

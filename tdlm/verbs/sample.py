@@ -16,6 +16,7 @@ from ..console import counter
 from ..data.tokenizer import Tokenizer
 from ..errors import SampleError
 from ..files import write_json
+from ..objectives.base import choose_sampler
 from ..rng import Draws
 from ..sample import Choice, Frame, Sampled
 from ..train.provenance import provenance
@@ -55,18 +56,8 @@ class Request:
 
 def sample_run(run: Run, request: Request, *, say: Callable[[str], None], keep: bool = True) -> dict[str, Any]:
     """Draw what was asked; `keep` adds the result to the run's samples.json (and trace.json)."""
-    if request.count < 1 or request.batch < 1:
-        raise SampleError(f"at least one sample is drawn at a time, got --count {request.count} --batch {request.batch}")
-    length = run.config.data.length if request.length is None else request.length
-    if length < 1 or (request.steps is not None and request.steps < 1):
-        raise SampleError(f"at least one token and one step are needed, got --length {length} --steps {request.steps}")
-    if sum(way is not None for way in (request.steps, request.per_level, request.times)) > 1:
-        raise SampleError("--steps, --per-level and --times each say when the network is asked; give one of them")
-    if request.gap is not None and request.infill is None:
-        raise SampleError("--gap is the number of tokens in a gap; it needs --infill TEXT with ___ in it")
-    given = given_tokens(run, request, length)
+    length, given, choice = checked(run, request)
     steps = sum(request.per_level) if request.per_level else request.steps or max(length, run.tree.height)
-    choice = Choice(request.temperature, request.top_p, request.min_p)
     started, drawn = time.perf_counter(), []
     with counter("sample") as progress:
         for first in range(0, request.count, request.batch):
@@ -89,6 +80,21 @@ def sample_run(run: Run, request: Request, *, say: Callable[[str], None], keep: 
             frames = trace_frames(drawn[0].frames, seen, run.tokenizer, given[0])
             _append(run, "trace.json", "traces", request.title, {"prompt": request.prompt or request.infill, "frames": frames})
     return result
+
+
+def checked(run: Run, request: Request) -> tuple[int, Tensor, Choice]:
+    """The length, the tokens that are fixed and how tokens are drawn; SampleError for what cannot be."""
+    if request.count < 1 or request.batch < 1:
+        raise SampleError(f"at least one sample is drawn at a time, got --count {request.count} --batch {request.batch}")
+    length = run.config.data.length if request.length is None else request.length
+    if length < 1 or (request.steps is not None and request.steps < 1):
+        raise SampleError(f"at least one token and one step are needed, got --length {length} --steps {request.steps}")
+    if sum(way is not None for way in (request.steps, request.per_level, request.times)) > 1:
+        raise SampleError("--steps, --per-level and --times each say when the network is asked; give one of them")
+    if request.gap is not None and request.infill is None:
+        raise SampleError("--gap is the number of tokens in a gap; it needs --infill TEXT with ___ in it")
+    choose_sampler(run.assembly.objective.samplers, request.sampler)
+    return length, given_tokens(run, request, length), Choice(request.temperature, request.top_p, request.min_p)
 
 
 def given_tokens(run: Run, request: Request, length: int) -> Tensor:

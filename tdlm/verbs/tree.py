@@ -13,7 +13,6 @@ from ..data.tokenizer import Tokenizer
 from ..device import choose_device
 from ..errors import ConfigError, TokenizerError, TreeError
 from ..files import write_text
-from ..hub import check_name
 from ..train import checkpoint
 from ..tree.build import build_tree
 from ..tree.describe import describe, render
@@ -23,6 +22,8 @@ from ..tree.request import VECTORIAL, check_request, lowest_height
 from ..tree.tree import Tree
 
 ARRAYS = (".npy", ".npz")
+WIDEST = 1024
+"""The largest window: every place in it is a pass over the text."""
 
 
 def build_from(*, data: Path | None = None, tokenizer: str | None = None, vectors: str | None = None, branching: int = 512,
@@ -72,7 +73,11 @@ def build_from(*, data: Path | None = None, tokenizer: str | None = None, vector
 
 
 def _check_settings(corpus: bool, method: str, window: int | None, contexts: int, sides: str) -> None:
-    """Nothing that was asked for may be ignored."""
+    """Nothing that was asked for may be ignored, or take for ever."""
+    if not 1 <= (1 if window is None else window) <= WIDEST:
+        raise ConfigError(f"neighbours stand 1 to {WIDEST} places away, got --window {window}")
+    if contexts < 1:
+        raise ConfigError(f"at least one frequent token must count as a neighbour, got --contexts {contexts}")
     idle = {"window": window is None or corpus or method == "exchange", "contexts": contexts == 4096 or corpus,
             "sides": sides == "apart" or corpus}
     for name, fine in idle.items():
@@ -81,13 +86,10 @@ def _check_settings(corpus: bool, method: str, window: int | None, contexts: int
                               "--vectors corpus")
 
 
-def check_vectors(wanted: str) -> None:
-    """Complain before any work about vectors that are not there. (What the hub has shows only when it is fetched.)"""
-    name = wanted.removeprefix("hf:")
-    if wanted.endswith(ARRAYS) and not Path(wanted).is_file():
-        raise TreeError(f"no embedding file {wanted}; give a .npy, .npz or .safetensors file")
-    if wanted != "corpus" and not Path(name).exists():
-        check_name(name, TreeError)
+def check_vectors(wanted: str, tokenizer: Tokenizer) -> None:
+    """Complain before any other work about vectors that are not there or belong to other tokens."""
+    if wanted != "corpus":
+        _vectors(wanted, tokenizer, None, "cosine", None)
 
 
 def _vectors(wanted: str, tokenizer: Tokenizer, counts: np.ndarray | None, metric: Metric, tensor: str | None) -> Vectors:

@@ -335,3 +335,19 @@ def test_moments_of_a_text_and_fences() -> None:
     chosen = moments(frames, 3)
     assert [frame["evaluations"] for frame in chosen] == [0, 6, 9]
     assert _fence("a ``` b ````") == "`````" and _fence("plain") == "```"
+
+
+def test_vectors_are_needed_until_their_tree_is_built(text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    mine = tmp_path / "mine.npy"
+    np.save(mine, np.random.default_rng(0).normal(size=(258, 4)))
+    command = ["study", "trees", "--out", str(tmp_path / "out"), "--data", str(text), "--vectors", str(mine), "--only",
+               "vectors-mine", "--device", "cpu", *(word for item in SMALL for word in ("--set", item))]
+    for _ in range(2):
+        with pytest.raises(SystemExit) as leaving:
+            main(command)
+        assert leaving.value.code == 0 and "vectors-mine" in capsys.readouterr().out
+        mine.unlink(missing_ok=True)
+    next((tmp_path / "out" / "trees").iterdir()).unlink()
+    with pytest.raises(SystemExit) as leaving:
+        main(command)
+    assert leaving.value.code == 2 and "no embedding file" in capsys.readouterr().err
