@@ -19,6 +19,7 @@ from .objectives.joint import JointMethod
 from .objectives.mdlm import MdlmMethod
 from .objectives.sedd import SeddMethod
 from .objectives.tree import TreeMethod
+from .objectives.two_step import TwoStepMethod
 from .process import Cascade
 from .registry import suggest
 
@@ -71,6 +72,7 @@ _AUTHORS = TrainConfig(steps=1_000_000, batch=512, warmup=2_500, lr=3e-4, final_
 
 RIVALS = (
     replace(SMALL, name="mdlm-small", method=MdlmMethod(variant="gidd"), backbone=_TWELVE),
+    replace(SMALL, name="two-step-small", method=TwoStepMethod(), backbone=replace(_TWELVE, conditioning="none")),
     replace(SMALL, name="gidd-small", method=GiddMethod(p_uniform=0.0), backbone=_TWELVE),  # their best row; 0.1, 0.2 by --set
     replace(SMALL, name="hdlm-small", method=HdlmMethod(), backbone=_TWELVE),
     replace(SMALL, name="sedd-small", method=SeddMethod(), backbone=_TWELVE),

@@ -84,7 +84,9 @@ class PathHead(nn.Module):
 @register("path")
 @dataclass(frozen=True)
 class Path:
-    role = "head"
+    """A head that answers for whole paths; the methods that ask step by step cannot have it."""
+
+    role = "path head"
 
     def build(self, tree: Tree, embedding: nn.Embedding, mass: Tensor | None) -> PathHead:
         head = PathHead(tree, embedding)
