@@ -46,9 +46,9 @@ class Choice:
 
     def probabilities(self, log_probs: Float[Tensor, "M K"]) -> Float[Tensor, "M K"]:
         """Temperature, then min-p (at least this share of the best), then the smallest set that holds top-p; float64, unless
-        there is nothing to do to a wide row."""
+        there is nothing to do to a wide row. Raw logits will do as well."""
         if self.plain and log_probs.shape[1] >= WIDE:
-            return log_probs.exp()
+            return log_probs.softmax(-1)
         log_probs = log_probs.double()
         if self.temperature == 0:
             return torch.nn.functional.one_hot(log_probs.argmax(-1), log_probs.shape[-1]).double()

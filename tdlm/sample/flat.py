@@ -269,5 +269,6 @@ def _correct(walk: _Walk, correction: Correction, choice: Choice, rounds: int) -
         waited = torch.where(agreed > best, 0, waited + 1)
         best = torch.maximum(best, agreed)
         going = going & (score > 0).cpu() & (waited <= correction.patience)
-        chosen = walk.sent(going.nonzero()[:, 0])
-        walk.put(chosen * S + column[chosen], text[chosen, column[chosen]])
+        if bool(going.any()):
+            chosen = walk.sent(going.nonzero()[:, 0])
+            walk.put(chosen * S + column[chosen], text[chosen, column[chosen]])

@@ -167,7 +167,8 @@ class Walk:
             self.floor, low = floor, floor[:, None]
             self.heights = torch.where(self.moving, self.heights, low)
             held = ~self.spread(self.moving) & ~self.shown
-            self.nodes.view(-1)[self._places(held)] = self.sent(self.home.ancestor[low, self.given][held])
+            if bool(held.any()):
+                self.nodes.view(-1)[self._places(held)] = self.sent(self.home.ancestor[low, self.given][held])
 
     def _places(self, mask: Bool[Tensor, "B S"]) -> Int[Tensor, "M"]:
         return self.sent(mask.flatten().nonzero()[:, 0])
