@@ -307,6 +307,7 @@ class StudyVerb:
     def run(self) -> dict[str, Any]:
         from ..study import STUDIES, Wishes, conduct, study
         from ..study.conductor import chosen_runs
+        from ..study.pack import pack
 
         chosen = None if self.name is None else study(self.name)
         wishes = Wishes(self.minutes, self.set, self.vectors, self.judge)
@@ -316,12 +317,12 @@ class StudyVerb:
             raise ConfigError("give a study and a folder for it: tdlm study NAME --out DIR; the studies are: "
                               f"{', '.join(STUDIES)} (tdlm study --list)")
         self._check([] if self.finished else chosen_runs(chosen.runs(self.size, wishes), self.only))
-        result = conduct(chosen, self.out, size=self.size, data=self.data, only=self.only, device=self.device, say=say,
-                         wishes=wishes, finished=self.finished, trees_only=self.trees_only, within=self.within)
-        if self.pack is not None:
-            from ..study.pack import pack
-
-            say(f"{self.pack}: {pack(self.out, self.pack) / 2**20:.1f} MiB, everything but the weights")
+        try:
+            result = conduct(chosen, self.out, size=self.size, data=self.data, only=self.only, device=self.device, say=say,
+                             wishes=wishes, finished=self.finished, trees_only=self.trees_only, within=self.within)
+        finally:
+            if self.pack is not None and self.out.is_dir():  # also when it was stopped
+                say(f"{self.pack}: {pack(self.out, self.pack) / 2**20:.1f} MiB, everything but the weights")
         if not self.json:
             self._show(result)
         if result["failed"]:

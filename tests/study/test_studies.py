@@ -154,7 +154,7 @@ def test_a_run_that_fails_stops_no_other(text: Path, tmp_path: Path, monkeypatch
             raise RuntimeError("the device fell asleep")
         return real(config, **options)
 
-    command = ["study", "level-weights", "--out", str(tmp_path), "--data", str(text), "--device", "cpu",
+    command = ["study", "level-weights", "--out", str(tmp_path), "--data", str(text), "--device", "cpu", "--pack", str(tmp_path / "all.tar.gz"),
                *(word for name in ("none", "linear-1", "linear-3") for word in ("--only", name)),
                *(word for item in SMALL for word in ("--set", item))]
     monkeypatch.setattr(engine, "train", train)
@@ -168,6 +168,8 @@ def test_a_run_that_fails_stops_no_other(text: Path, tmp_path: Path, monkeypatch
     kept = json.loads((tmp_path / "study.json").read_text())
     assert list(kept["runs"]) == ["none", "linear-3"] and kept["failed"] == {"linear-1": "RuntimeError: the device fell asleep"}
     assert "fell asleep" in (tmp_path / "failed" / "linear-1.txt").read_text()
+    with tarfile.open(tmp_path / "all.tar.gz") as archive:
+        assert {"runs/none/eval.json", "failed/linear-1.txt", "study.json"} <= set(archive.getnames())
     monkeypatch.setattr(engine, "train", real)
     with pytest.raises(SystemExit) as leaving:
         main([*command, "--json"])
