@@ -154,7 +154,8 @@ def test_a_run_that_fails_stops_no_other(text: Path, tmp_path: Path, monkeypatch
             raise RuntimeError("the device fell asleep")
         return real(config, **options)
 
-    command = ["study", "level-weights", "--out", str(tmp_path), "--data", str(text), "--device", "cpu", "--pack", str(tmp_path / "all.tar.gz"),
+    command = ["study", "level-weights", "--out", str(tmp_path), "--data", str(text), "--device", "cpu",
+               "--pack", str(tmp_path / "all.tar.gz"),
                *(word for name in ("none", "linear-1", "linear-3") for word in ("--only", name)),
                *(word for item in SMALL for word in ("--set", item))]
     monkeypatch.setattr(engine, "train", train)
