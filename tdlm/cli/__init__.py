@@ -78,6 +78,13 @@ def _guarded(arguments: Sequence[str]) -> int:
     except OSError as error:
         say(f"tdlm: {error.filename or 'a file'}: {error.strerror or error}")
         return 2
-    except MemoryError:
+    except (MemoryError, RuntimeError) as error:
+        if not _is_out_of_memory(error):
+            raise
         say("tdlm: out of memory; a smaller batch (--batch, --set train.micro_batch=N) needs less")
         return 2
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """A GPU's allocator has an error of its own, the processor's says so in words."""
+    return isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "t allocate memory" in str(error)

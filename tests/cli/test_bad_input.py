@@ -9,7 +9,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
+from tdlm.cli import main
 from tests.cli.conftest import SMALL, Tdlm, listing, refused
 
 TRAIN = "train demo --data data --tree tree --out new "
@@ -115,6 +117,7 @@ MISTAKES = [
     ("eval run --estimator exact", "the estimator 'exact' is not valid"),
     ("eval run --repeats 1", "at least 2 repeats, got 1"),
     ("eval run --rows 0", "a limit of 0"),
+    ("eval run --repeats 100000000000000", "out of memory"),
     ("eval run --batch 0", "got --batch 0"),
     ("eval run --device toaster", "unknown device"),
     ("sample gone", "no run folder gone"),
@@ -333,3 +336,17 @@ def test_damaged_runs(copy: Path, tdlm: Tdlm, name: str, damage: bytes | None, s
     done = tdlm("sample", "run", "--count", "1")
     lines = done.err.splitlines()
     assert done.code == 2 and says in lines[-1] and lines[-1].startswith("tdlm: ") and len(lines) <= 2, done.err
+
+
+@pytest.mark.parametrize("error", [MemoryError(), torch.OutOfMemoryError("CUDA out of memory. Tried to"),
+                                   RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")])
+def test_too_little_memory_is_one_line_and_our_own_mistakes_are_not(world: Path, tdlm: Tdlm, error: Exception,
+                                                                    monkeypatch: pytest.MonkeyPatch):
+    def work(*arguments: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("tdlm.verbs.evaluate.evaluate_run", work)
+    refused(tdlm("eval", "run"), "out of memory; a smaller batch")
+    error = RuntimeError("shapes do not fit")
+    with pytest.raises(RuntimeError, match="shapes"):
+        main(["eval", "run"])
