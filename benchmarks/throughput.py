@@ -3,7 +3,7 @@
 Whole updates, as `tdlm train` does them (noise, forward, backward, clipping, AdamW), of every method in one process on the
 same synthetic tokens (Zipf's law over the vocabulary), the rivals in their strongest form here: gathered positions and a
 cross-entropy that never holds all logits. Printed and written after every case: tokens/s (median and range over updates),
-peak memory, time to compile, and the share of the chip's dense bf16 peak.
+peak memory (all that torch took from the device), time to compile, and the share of the chip's dense bf16 peak.
 
 `--device cpu --tiny` tries the script itself.
 """
@@ -60,7 +60,7 @@ def config_of(name: str, options: argparse.Namespace) -> RunConfig:
     base = recipe("small")
     return replace(base, name=name, method=method, backbone=backbone, data=replace(base.data, length=options.length),
                    train=replace(base.train, batch=options.batch, micro_batch=options.micro_batch, stream=options.stream,
-                                 memory=options.memory))
+                                 memory=options.memory, float8=options.float8))
 
 
 def tokens_of(vocabulary: int, batch: int, length: int) -> torch.Tensor:
@@ -94,7 +94,7 @@ def measure(name: str, tree: Tree, tokens: torch.Tensor, device: torch.device, o
     assembly = assemble(config, Tree.star(tree.size) if config.method.flat else tree, pad_id=None,
                         counts=torch.bincount(tokens.flatten(), minlength=tree.size), device=device)
     compiled = compile_backbone(assembly.model, device, None if device.type == "cuda" else False,
-                                config.train.memory if device.type == "cuda" else "fast")
+                                config.train.memory if device.type == "cuda" else "fast", config.train.float8)
     trainer = Trainer(assembly.model, assembly.objective, config.train, device)
     micro = options.micro_batch or options.batch
     pieces = [Batch(*(part.pin_memory() if device.type == "cuda" else part for part in (tokens[i:i + micro], rows)))
@@ -107,6 +107,7 @@ def measure(name: str, tree: Tree, tokens: torch.Tensor, device: torch.device, o
         trainer.update(pieces)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     times = spans(lambda: trainer.update(pieces), options.updates, device)
     middle, positions = statistics.median(times), options.batch * options.length
@@ -115,7 +116,7 @@ def measure(name: str, tree: Tree, tokens: torch.Tensor, device: torch.device, o
     result = {
         "what": CASES[name][0], "tokens_per_second": {"median": rate, "min": positions / max(times) * 1000,
                                                       "max": positions / min(times) * 1000},
-        "milliseconds": middle, "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None,
+        "milliseconds": middle, "peak_gib": torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None,
         "parameters": count_parameters(assembly.model), "flops_per_token": flops, "compiled": compiled,
         "first_update_seconds": first, "share_of_peak": rate * flops / peak if peak else None,
         "loss": trainer.read().loss, "config": config.to_json(),
@@ -160,6 +161,7 @@ def main() -> None:
     options.add_argument("--branching", type=int, default=512)
     options.add_argument("--stream", choices=["float32", "bfloat16"], default="bfloat16")
     options.add_argument("--memory", choices=["fast", "balanced", "lean"], default="balanced")
+    options.add_argument("--float8", action="store_true", help="the blocks' products in eight bits")
     options.add_argument("--updates", type=int, default=20)
     options.add_argument("--warmup", type=int, default=4)
     options.add_argument("--profile", type=int, default=0, metavar="ROWS", help="also list the ROWS kernels that take longest")
@@ -172,6 +174,7 @@ def main() -> None:
     tokens = tokens_of(chosen.vocabulary, chosen.batch, chosen.length)
     results: dict[str, Any] = {"provenance": provenance(device, command="python -m benchmarks.throughput"), "cases": {},
                                "batch": chosen.batch, "length": chosen.length, "stream": chosen.stream, "memory": chosen.memory,
+                               "float8": chosen.float8,
                                "updates": chosen.updates, "vocabulary": chosen.vocabulary, "branching": chosen.branching}
     for name in chosen.cases:
         try:

@@ -85,6 +85,12 @@ def taken_apart(config: RunConfig, assembly: Assembly, trainer: Trainer, rows: T
     timers, model, settings = Timers(trainer.device), assembly.model, config.train
     hidden, nll = model.hidden, model.head.nll
     model.hidden, model.head.nll = timers.timed("backbone", hidden), timers.timed("head", nll)  # type: ignore[method-assign]
+
+    def optimize() -> None:
+        clip_gradients(model, trainer.optimizer, settings.grad_clip)
+        trainer.optimizer.step()
+        trainer.optimizer.zero_grad(set_to_none=True)
+
     try:
         for step in range(updates):
             batch = timers.timed("loader", rows.batch)(step)
@@ -96,8 +102,7 @@ def taken_apart(config: RunConfig, assembly: Assembly, trainer: Trainer, rows: T
             spent = timers.clock() - before - (timers.seconds["backbone"] + timers.seconds["head"] - inner)
             timers.seconds["rest of the loss"] += spent
             timers.timed("backward", loss.train.backward)()
-            timers.timed("optimizer", lambda: (clip_gradients(model, settings.grad_clip), trainer.optimizer.step(),
-                                               trainer.optimizer.zero_grad(set_to_none=True)))()
+            timers.timed("optimizer", optimize)()
     finally:
         model.hidden, model.head.nll = hidden, nll  # type: ignore[method-assign]
     return {part: round(1000 * seconds / updates, 3) for part, seconds in timers.seconds.items()}

@@ -82,7 +82,9 @@ class TrainConfig:
     stream: Literal["float32", "bfloat16"] = "float32"
     """The residual stream's dtype where dtype is bfloat16: bfloat16 halves what norms and additions move and keep."""
     memory: Literal["fast", "balanced", "lean"] = "fast"
-    """How much a compiled backbone keeps for the backward pass (docs/training.md)."""
+    """How much is kept for the backward pass (docs/training.md)."""
+    float8: bool = False
+    """Matrix products of the blocks in eight bits, where a GPU has them (docs/training.md)."""
     seed: int = 1
     log_every: int = 10
     valid_every: int = 2_000
@@ -99,6 +101,7 @@ class TrainConfig:
         _require(0 <= self.final_lr_ratio <= 1, f"train.final_lr_ratio must lie in 0..1, got {self.final_lr_ratio}")
         _require(self.grad_clip is None or self.grad_clip > 0, f"train.grad_clip must be positive or none, got {self.grad_clip}")
         _require(self.ema is None or 0 < self.ema < 1, f"train.ema must lie between 0 and 1, got {self.ema}")
+        _require(not self.float8 or self.dtype == "bfloat16", "train.float8 needs train.dtype=bfloat16 for all other products")
         _require(self.stream == "float32" or self.dtype == "bfloat16", "train.stream=bfloat16 needs train.dtype=bfloat16")
         _require(self.micro_batch is None or (1 <= self.micro_batch <= self.batch and self.batch % self.micro_batch == 0),
                  f"train.micro_batch must divide train.batch={self.batch}, got {self.micro_batch}")

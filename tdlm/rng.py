@@ -77,6 +77,13 @@ def permuted(index: Tensor, size: int, *parts: int | str) -> Tensor:
     return x
 
 
+def sent(values: Tensor, device: torch.device) -> Tensor:
+    """On `device`; from the processor to a GPU through page-locked memory, so that nobody waits."""
+    if device.type == "cuda" and not values.is_cuda:
+        return values.pin_memory().to(device, non_blocking=True)
+    return values.to(device)
+
+
 class Draws:
     """The random numbers of some rows of one step: `rows` are sample numbers within the step's global batch of `total`.
 
@@ -111,9 +118,12 @@ class Draws:
         return self._sent(points.clamp(max=1 - 2.0**-53))  # the last point may round to 1, where a chain has no finite time
 
     def _sent(self, numbers: Tensor) -> Tensor:
-        if self.device.type == "cuda" and not numbers.is_cuda:
-            return numbers.pin_memory().to(self.device, non_blocking=True)  # from page-locked memory nobody waits
-        return numbers.to(self.device)
+        return sent(numbers, self.device)
+
+    def here(self) -> "Draws":
+        """The same numbers, handed out where they are made."""
+        seed, step, purpose = self.parts
+        return Draws(seed, step, purpose, self.rows, self.total)
 
     def part(self, chosen: slice | Tensor) -> "Draws":
         """The same numbers for some of the rows."""

@@ -20,9 +20,12 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..registry import register
+from ..rng import sent
 from ..tree.tree import Tree
-from .kernels.grouped import Groups, grouped_nll
+from .kernels.few import few_logits
+from .kernels.grouped import Arrangement, Groups, grouped_nll
 from .kernels.linear_ce import linear_cross_entropy
+from .kernels.sorted_ce import limited_cross_entropy, sorted_cross_entropy
 from .transformer import zeroed
 
 WIDE = 4096
@@ -42,10 +45,18 @@ class Head(Protocol):
         ...
 
 
+def arranged(head: Head, parent: Int[Tensor, "M"]) -> Arrangement | None:
+    """The order in which a head wants positions whose parents the processor knows; None for a head that takes any."""
+    arrange = getattr(head, "arrange", None)
+    return None if arrange is None else arrange(parent)
+
+
 def weighted_nll(head: Head, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], slot: Int[Tensor, "M"],
-                 share: Float[Tensor, "M"]) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
+                 share: Float[Tensor, "M"], order: Arrangement | None = None) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
     """(sum of share x nll, which is differentiated; nll, which is published). A head that knows the shares in advance may
-    make its gradients while it has the logits, and offers `weighted` for it."""
+    make its gradients while it has the logits, and offers `weighted` for it. `order`: positions lie as `arranged` says."""
+    if order is not None:
+        return head.sorted(hidden, slot, share, order)  # type: ignore[attr-defined, no-any-return]
     fused = getattr(head, "weighted", None)
     if fused is not None:
         return fused(hidden, parent, slot, share)
@@ -117,6 +128,11 @@ class SharedHead(_Head):
     def logits(self, hidden: Tensor, parent: Tensor) -> Tensor:
         return self.output(hidden)
 
+    def weighted(self, hidden: Tensor, parent: Tensor, slot: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
+        if self.cheap and hidden.is_cuda and torch.is_grad_enabled():
+            return limited_cross_entropy(hidden, self.output.weight, self.output.bias, parent, self.num_children, slot, share)
+        return super().weighted(hidden, parent, slot, share)
+
 
 class LevelHead(_Head):
     """Positions are sorted by level and each level takes its own matrix."""
@@ -162,6 +178,17 @@ class TiedHead(_Head):
     def column(self, slot: Tensor) -> Tensor:
         return self.child_table[0][slot]
 
+    def arrange(self, parent: Int[Tensor, "M"]) -> Arrangement | None:
+        return None if self.groups is None else self.groups.arrange(parent)
+
+    def sorted(self, hidden: Float[Tensor, "M d"], slot: Int[Tensor, "M"], share: Float[Tensor, "M"],
+               order: Arrangement) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
+        """`weighted` of positions that lie in the order of the groups."""
+        assert self.groups is not None
+        weight, device = self._embedding[0].weight, hidden.device
+        return sorted_cross_entropy(hidden, weight, self.bias, slot, share, sent(order.group, device), sent(order.ends, device),
+                                    order.bounds, self.groups)
+
     def nll(self, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], slot: Int[Tensor, "M"]) -> Float[Tensor, "M"]:
         if hidden.is_cuda and self.groups is not None:
             return grouped_nll(hidden, parent, slot, self._embedding[0].weight, self.bias, self.groups)
@@ -170,6 +197,8 @@ class TiedHead(_Head):
     def logits(self, hidden: Tensor, parent: Tensor) -> Tensor:
         if self.flat:
             return self._rooted(hidden)
+        if self.groups is not None and hidden.is_cuda and not torch.is_grad_enabled():
+            return few_logits(hidden, parent, self._embedding[0].weight, self.bias, self.groups, self.branching)
         return self._gathered(hidden, parent) if self.branching <= FEW else self._by_parent(hidden, parent)
 
     def _rooted(self, hidden: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ nothing (`none`: the modulations keep their biases as learned constants). `forwa
 from __future__ import annotations
 
 import math
+from typing import Literal
 
 import torch
 from jaxtyping import Float, Int
@@ -15,6 +16,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..config import BackboneConfig
+from .kernels.recording import Recording
+from .kernels.rows import embed
+from .kernels.stack import Weights, stack
 
 SINUSOIDS = 256
 
@@ -47,7 +51,7 @@ class TimeCondition(nn.Module):
         half = SINUSOIDS // 2
         frequency = torch.exp(torch.arange(half, device=time.device, dtype=torch.float32) * (-math.log(1e4) / half))
         angle = time.float()[:, None] * frequency
-        features = torch.cat([angle.cos(), angle.sin()], dim=-1)
+        features = torch.cat([angle.cos(), angle.sin()], dim=-1).to(self.inner.weight.dtype)
         return F.silu(self.outer(F.silu(self.inner(features))))
 
 
@@ -65,12 +69,14 @@ class LevelCondition(nn.Module):
 
 
 class NoCondition(nn.Module):
+    nothing: Tensor
+
     def __init__(self, width: int):
         super().__init__()
-        self.width = width
+        self.register_buffer("nothing", torch.zeros(1, width), persistent=False)
 
     def forward(self, time: Tensor, level: Tensor | None) -> Tensor:
-        return torch.zeros(len(time), self.width, device=time.device)
+        return self.nothing.expand(len(time), -1)
 
 
 @torch.library.custom_op("tdlm::rotary", mutates_args=(), schema="(int length, int width, Device device) -> (Tensor, Tensor)")
@@ -117,6 +123,11 @@ class Block(nn.Module):
         h = modulate(self.mlp_norm(x), shift_m, scale_m)
         return x + gate_m * self.mlp_out(F.gelu(self.mlp_in(h), approximate="tanh"))
 
+    def weights(self) -> Weights:
+        """What `stack` computes the same with."""
+        return Weights(self.attention_norm.weight, self.qkv.weight, self.attention_out.weight, self.mlp_norm.weight,
+                       self.mlp_in.weight, self.mlp_in.bias, self.mlp_out.weight, self.mlp_out.bias)
+
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
     return x * (1 + scale) + shift
@@ -137,6 +148,12 @@ class Backbone(nn.Module):
     """Node ids (B, S) and a condition -> hidden states (B, S, d)."""
 
     stream = torch.float32
+    fused: Literal["fast", "lean"] | None = None
+    """All blocks as one function with its own backward pass (`kernels/stack.py`), and what that keeps; None: block by block."""
+    float8 = False
+    """With fused blocks: training's products in eight bits where they pay (`kernels/eight.py`)."""
+    recording: Recording | None = None
+    """With fused blocks: replays training's passes (`kernels/recording.py`)."""
 
     def __init__(self, config: BackboneConfig, nodes: int, levels: int):
         super().__init__()
@@ -155,8 +172,30 @@ class Backbone(nn.Module):
                 level: Int[Tensor, "B"] | None) -> Float[Tensor, "B S d"]:
         condition = self.condition(time, level)
         cos, sin = rotary(nodes.shape[1], self.head_width, nodes.device)
+        if self.fused is not None:
+            return self._stacked(nodes, condition, cos, sin)
         x = enter(self.embedding(nodes), self.stream)
         for block in self.blocks:
             x = block(x, condition, cos, sin)
         shift, scale = self.final_modulation(condition)[:, None].chunk(2, dim=-1)
         return modulate(self.final_norm(x), shift, scale)
+
+    def _stacked(self, nodes: Tensor, condition: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        kind, exact = nodes.device.type, self.embedding.weight.dtype
+        narrow = torch.is_autocast_enabled(kind)
+        dtype, stream = (torch.get_autocast_dtype(kind), self.stream) if narrow else (exact, exact)
+        with torch.autocast(kind, enabled=False):
+            x = embed(self.embedding, nodes, stream)
+            modulations = self._modulations(condition.to(torch.promote_types(condition.dtype, torch.float32)))
+        blocks = [block.weights() for block in self.blocks]  # pyright: ignore[reportCallIssue]
+        heads, float8 = self.width // self.head_width, self.float8 and narrow and torch.is_grad_enabled()
+        return stack(x, modulations, cos, sin, blocks, self.final_norm.weight, heads, dtype, lean=self.fused == "lean",
+                     float8=float8, recording=self.recording)
+
+    def _modulations(self, condition: Float[Tensor, "B c"]) -> Float[Tensor, "#B sites3 d"]:
+        """Shift, scale and gate of every norm, the last without a gate; of all sequences at once where nothing is told."""
+        linears = [*(block.modulation for block in self.blocks), self.final_modulation]
+        bias = torch.cat([linear.bias for linear in linears])[None]  # pyright: ignore[reportArgumentType]
+        if self.conditioning != "none":
+            bias = bias + condition @ torch.cat([linear.weight for linear in linears]).T  # pyright: ignore[reportArgumentType]
+        return bias.view(len(bias), -1, self.width)

@@ -147,7 +147,7 @@ class JointObjective(TreeObjective):
         slots = here(torch.where(active, self.tree.slot[at_level, tokens], known))
         logits = head.masked(here(hidden), here(nodes + 1) - 1, here(known))
         nll = F.cross_entropy(logits, head.code(slots), reduction="none")
-        weights = (moment.train_weight[row[:, None], level] * self.level_weights[level]).masked_fill(~lit, 0)
+        weights = (moment.train_weight[row[:, None], level] * sent(self.level_weights, device)[level]).masked_fill(~lit, 0)
         share = weights.sum(1) / lit.sum(1) / tokens.numel()
         train = (nll * share.to(nll.dtype)).sum()
         counted = lit & ~here(is_pad(tokens, self.pad_id)) if self.pad == "drop" else lit

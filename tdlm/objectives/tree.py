@@ -26,15 +26,16 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..model.head import Shared, takes_all, weighted_nll
+from ..model.head import Shared, arranged, weighted_nll
+from ..model.kernels.rows import take
 from ..model.model import Network
 from ..process import Cascade, Moment, corrupt
 from ..registry import register
-from ..rng import Draws
+from ..rng import Draws, sent
 from ..sample import Sampled, confidence, first_hitting, generate
 from ..sample.walk import Alone, Reader, from_units, in_units
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler, everywhere, in_pad_mode, is_pad
+from .base import Estimator, Loss, Pad, by_row, choose_sampler, in_pad_mode, is_pad
 
 
 def level_weights(kind: str, gamma: float, height: int) -> Float[Tensor, "H"]:
@@ -91,8 +92,15 @@ SAMPLERS: dict[str, Callable[..., Sampled]] = {"ancestral": generate, "first-hit
                                                "confidence": confidence}
 
 
+def sorts(tokens: Tensor, device: torch.device) -> bool:
+    """Whether positions are put in the head's order beforehand: the processor does it while a GPU is busy."""
+    return device.type == "cuda" and not tokens.is_cuda
+
+
 class TreeObjective:
     causal = False
+    prepares = True
+    """Whether `loss` may be given tokens that lie with the processor while the network is elsewhere."""
     samplers = tuple(SAMPLERS)
     unit = 1
     """Positions that are corrupted as one."""
@@ -103,8 +111,9 @@ class TreeObjective:
         self.pad: Pad = method.pad
         self.knows_level = method.process.knows_level
         self.num_states, self.levels = tree.nodes, tree.height
+        self.known = tree.to("cpu") if tree.ancestor.is_cuda else None
         weights = level_weights(method.level_weights, method.level_gamma, tree.height)
-        self.level_weights = weights.to(tree.ancestor.device)
+        self.level_weights = weights
         # a process that does not fit this tree says so now, not at the first step
         self.process.occupancy(torch.zeros(1, dtype=torch.float64, device="cpu"), tree.height)
 
@@ -120,32 +129,47 @@ class TreeObjective:
         return sampled if model.told_time or not self.knows_level else {"count": self.exact_count_loss, **sampled}
 
     def loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
-        moment = self.process.moment(draws.strata("time"), self.tree.height, self.method.clip)
+        """Where tokens and noise are the processor's and the network a GPU's (draws.device), the processor prepares all that
+        does not depend on the network while the GPU is busy with the step before: states, active positions, weights."""
+        here = draws.here()
+        moment = self.process.moment(here.strata("time"), self.tree.height, self.method.clip)
         length = tokens.shape[1]
-        heights = corrupt(moment, draws.uniform("state", -(-length // self.unit)))
-        return self.score(model, tokens, from_units(heights, self.unit, length), moment)
+        heights = corrupt(moment, here.uniform("state", -(-length // self.unit)))
+        return self.score(model, tokens, from_units(heights, self.unit, length), moment, draws.device)
 
-    def score(self, model: Network, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment) -> Loss:
+    def score(self, model: Network, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment,
+              device: torch.device | None = None) -> Loss:
         """The loss of given states: everything of `loss` but the drawing."""
-        terms = self.terms(model, tokens, heights, moment)
+        device = device or tokens.device
+        terms = self.terms(model, tokens, heights, moment, device)
         cell, cells = terms.row * self.levels + terms.level, len(tokens) * self.levels
-        bound = by_row(cell, terms.cost.double() * moment.weight[terms.row, terms.level], cells).view(-1, self.levels)
+        weight = sent(moment.weight, device).flatten()
+        bound = by_row(cell, terms.cost.double() * weight[cell], cells).view(-1, self.levels)
         return Loss(terms.train, bound.sum(1), {"levels": bound, "tokens": (~is_pad(tokens, self.pad_id)).sum(1)})
 
-    def terms(self, model: Network, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment) -> Terms:
+    def terms(self, model: Network, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment,
+              device: torch.device) -> Terms:
+        """Tokens, heights and moment may be the processor's; the terms are on `device`, in the order the head wants."""
         nodes, active = self.active(tokens, heights, moment)
-        hidden = model.hidden(nodes, moment.time, moment.level)
-        if takes_all(model.head, hidden):  # a token has one child, itself: it costs nothing
-            row, column = everywhere(tokens)
-            nodes, heights = torch.where(active, nodes, tokens), torch.where(active, heights, 1)
-        else:
-            row, column = active.nonzero(as_tuple=True)
+        told = moment.to(device)
+        hidden = model.hidden(sent(nodes, device), told.time, told.level)
+        place = active.flatten().nonzero()[:, 0]
+        order = arranged(model.head, nodes.flatten()[place]) if sorts(tokens, device) else None
+        if order is not None:
+            place = place[order.order]
+        row, column = place // tokens.shape[1], place % tokens.shape[1]
         level = heights[row, column] - 1
-        slot = torch.where(active, self.tree.slot[(heights - 1).clamp(min=0), tokens], 0)[row, column]
-        share = moment.train_weight[row, level] * self.level_weights[level] / tokens.numel()
-        train, nll = weighted_nll(model.head, hidden[row, column], nodes[row, column], slot, share)
-        cost = nll.masked_fill(is_pad(tokens, self.pad_id)[row, column], 0) if self.pad == "drop" else nll
+        slot = self.tables(tokens).slot[level, tokens[row, column]]
+        share = moment.train_weight[row, level] * sent(self.level_weights, level.device)[level] / tokens.numel()
+        terms = (place, nodes[row, column], row, level, slot, share)
+        at, parent, row, level, slot, share = (sent(values, device) for values in terms)
+        train, nll = weighted_nll(model.head, take(hidden.flatten(0, 1), at), parent, slot, share, order)
+        cost = nll.masked_fill(sent(is_pad(tokens, self.pad_id).flatten()[place], device), 0) if self.pad == "drop" else nll
         return Terms(row, level, cost, train)
+
+    def tables(self, like: Tensor) -> Tree:
+        """The tree where `like` lies."""
+        return self.known if self.known is not None and not like.is_cuda else self.tree
 
     def active(self, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"],
                moment: Moment) -> tuple[Int[Tensor, "B S"], Bool[Tensor, "B S"]]:
@@ -156,9 +180,10 @@ class TreeObjective:
         """
         if self.pad == "given-length":
             heights = heights.masked_fill(is_pad(tokens, self.pad_id), 0)
-        nodes = self.tree.ancestor[heights, tokens]
+        tree = self.tables(tokens)
+        nodes = tree.ancestor[heights, tokens]
         carries = (moment.weight > 0).gather(1, (heights - 1).clamp(min=0)) & (heights > 0)
-        return nodes, carries & (self.tree.num_children[nodes] > 1)
+        return nodes, carries & (tree.num_children[nodes] > 1)
 
     def exact_count_loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
         """The low-variance estimate of the same bound: one uniform *count* of masked units per level.
@@ -183,7 +208,8 @@ class TreeObjective:
             middle = torch.full((len(tokens),), (level + 0.5) / self.levels, dtype=torch.float64, device=tokens.device)
             carries = torch.zeros(len(tokens), self.levels, device=tokens.device)
             carries[:, level] = 1
-            terms = self.terms(model, tokens, heights, Moment(middle, torch.full_like(k, level), carries, carries, carries))
+            moment = Moment(middle, torch.full_like(k, level), carries, carries, carries)
+            terms = self.terms(model, tokens, heights, moment, tokens.device)
             bounds.append(by_row(terms.row, terms.cost, len(tokens)) * n / k)
         levels = torch.stack(bounds, 1)
         return Loss(levels.sum() / tokens.numel(), levels.sum(1), {"levels": levels, "tokens": (~pad).sum(1)})

@@ -17,6 +17,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from ..rng import sent
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -31,6 +33,9 @@ class Moment:
     """lambda_l w_l / w_{l+1} over the density of the draw: the bound's weight of a position active at height l+1."""
     train_weight: Float[Tensor, "B H"]
     """The same with clipping: only for the gradient."""
+
+    def to(self, device: torch.device) -> Moment:
+        return Moment(*(value if value is None else sent(value, device) for value in vars(self).values()))
 
 
 @runtime_checkable

@@ -75,7 +75,7 @@ def train(config: RunConfig, *, data: Path | str, tree: Path | str | None = None
         sitting = Sitting(config, out, store, rows, assembly, chosen, progress, command)
         sitting.resume(old)
         if not sitting.complete:
-            compile_backbone(assembly.model, chosen, compile, config.train.memory)
+            compile_backbone(assembly.model, chosen, compile, config.train.memory, config.train.float8)
             sitting.go()
         return sitting.summary()
 

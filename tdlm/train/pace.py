@@ -80,7 +80,7 @@ def _trainer(config: RunConfig, data: Path, tree: Path | None, device: torch.dev
     store = TokenStore(data)
     loaded, _ = tree_of(config, tree, store)
     assembly = assemble(config, loaded, pad_id=store.pad_id, counts=torch.from_numpy(store.counts), device=device)
-    compile_backbone(assembly.model, device, None, config.train.memory)
+    compile_backbone(assembly.model, device, None, config.train.memory, config.train.float8)
     rows = TrainRows(store, length=config.data.length, layout=config.data.layout, batch=config.train.batch,
                      seed=config.train.seed)
     return Trainer(assembly.model, assembly.objective, config.train, device), rows

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..config import TrainConfig
 from ..errors import ConfigError, RunError
+from ..model.kernels.recording import Recording
 from ..model.model import Model, autocast
 from ..objectives.base import Objective
 from ..rng import Draws
@@ -55,6 +56,8 @@ class Trainer:
         """Updates made so far."""
         self.sums = torch.zeros(_HEAD + int(objective.levels), dtype=torch.float64, device=device)
         self.bad = torch.full((), -1.0, dtype=torch.float64, device=device)
+        if device.type == "cuda" and getattr(model.backbone, "fused", None) is not None:
+            model.backbone.recording = Recording(copies=self.micros > 1)
 
     @property
     def micros(self) -> int:
@@ -66,7 +69,8 @@ class Trainer:
         set_learning_rate(self.optimizer, learning_rate(step, self.config))
         finite = torch.ones((), dtype=torch.bool, device=self.device)
         for batch in batches:
-            tokens = batch.tokens.to(self.device, non_blocking=True)
+            prepares = getattr(self.objective, "prepares", False)  # the processor's part of the loss needs the tokens there
+            tokens = batch.tokens if prepares else batch.tokens.to(self.device, non_blocking=True)
             draws = Draws(self.config.seed, step, "train", batch.rows.cpu(), self.config.batch, self.device)
             with autocast(self.device, self.config.dtype):
                 loss = self.objective.loss(self.model, tokens, draws=draws)
@@ -74,7 +78,7 @@ class Trainer:
             (loss.train * share).backward()
             finite &= torch.isfinite(loss.train.detach())
             self._add(loss, share)
-        norm = clip_gradients(self.model, self.config.grad_clip)
+        norm = clip_gradients(self.model, self.optimizer, self.config.grad_clip)
         finite &= torch.isfinite(norm)
         self.sums[0] += 1
         self.sums[2] += norm
@@ -129,25 +133,44 @@ MEMORY: dict[str, dict[str, Any]] = {
     "balanced": {"ban_recompute_materialized_backward": False, "recompute_views": True},
     "lean": {"aggressive_recomputation": True},
 }
-"""What the compiler may compute again in the backward pass instead of keeping it (switches of its partitioner):
+"""What a compiler may compute again in the backward pass instead of keeping it (switches of its partitioner):
 
     fast       its own choice: about 46 bytes a position, channel and block
     balanced   element-wise results that a product of the backward pass needs (activations, norms): about 32
     lean       everything but the results of products and attention: about 23
+
+The DiT backbone on a GPU needs no compiler: its blocks are fused by hand (`model/kernels/stack.py`) and keep 22 bytes (fast,
+balanced) or 14 (lean).
 """
 
 
-def compile_backbone(model: Model, device: torch.device, wanted: bool | None, memory: str = "fast",
+def compile_backbone(model: Model, device: torch.device, wanted: bool | None, memory: str = "fast", float8: bool = False,
                      available: Callable[[], bool] | None = None) -> bool:
-    """Compile the backbone in place when asked, or when nobody asked and the device is a GPU with a compiler."""
+    """Make the backbone fast in place when asked, or when nobody asked and the device is a GPU with Triton: with its own fused
+    blocks where it has them, else by compiling it."""
+    gpu = device.type == "cuda"
+    if float8:
+        check_float8(model, device, wanted)
     if wanted is None:
-        wanted = device.type == "cuda" and (available or _triton)()
-    if wanted:
+        wanted = gpu and (available or _triton)()
+    if not wanted:
+        if memory != "fast":
+            raise ConfigError(f"train.memory={memory} is a choice of the compiler's, and this run is not compiled: use "
+                              "--compile True, or --set train.memory=fast with a smaller train.micro_batch")
+    elif gpu and hasattr(model.backbone, "fused"):
+        model.backbone.fused, model.backbone.float8 = "lean" if memory == "lean" else "fast", float8
+    else:
         model.backbone.compile(dynamic=False, backend=_keeping(memory))
-    elif memory != "fast":
-        raise ConfigError(f"train.memory={memory} is a choice of the compiler's, and this run is not compiled: use "
-                          "--compile True, or --set train.memory=fast with a smaller train.micro_batch")
     return bool(wanted)
+
+
+def check_float8(model: Model, device: torch.device, wanted: bool | None) -> None:
+    """Products in eight bits need fused blocks and a GPU with units for them."""
+    where = "use --set train.float8=false"
+    if not hasattr(model.backbone, "fused") or wanted is False:
+        raise ConfigError(f"train.float8 needs the DiT backbone with its fused blocks; {where}")
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
+        raise ConfigError(f"train.float8 needs a GPU that multiplies in eight bits (Ada, Hopper or newer); {where}")
 
 
 def _keeping(memory: str) -> Callable[..., Any]:

@@ -40,14 +40,15 @@ def test_a_process_that_does_not_fit_the_tree_is_refused_before_the_first_step(p
 @pytest.mark.parametrize("pad", ["count", "given-length", "drop"])
 @pytest.mark.parametrize("process", [Cascade(), Overlapping()])
 @pytest.mark.parametrize("head", [Shared(), Tied(), PerLevel()])
-def test_positions_without_a_choice_may_be_handed_to_the_head(head, process, pad, monkeypatch):
-    """On a GPU that costs less than finding out which they are: no number and no gradient may differ."""
+def test_positions_may_be_put_in_the_heads_order(head, process, pad, monkeypatch):
+    """As the processor does for a GPU: no number and no gradient may differ."""
+    monkeypatch.setattr("tdlm.model.head.FEW", 1)
     assembly = build(TreeMethod(process=process, head=head))
     tokens = torch.randint(0, 8, (6, 5), generator=torch.Generator().manual_seed(0))
     tokens[2:, 3:] = PAD
     answers = []
     for everything in (False, True):
-        monkeypatch.setattr(module, "takes_all", lambda head, hidden, everything=everything: everything)
+        monkeypatch.setattr(module, "sorts", lambda tokens, device, everything=everything: everything)
         loss = assembly.objective.with_pad(pad).loss(assembly.model, tokens, draws=Draws(0, 0, "all", torch.arange(6)))
         gradients = torch.autograd.grad(loss.train, list(assembly.model.parameters()), allow_unused=True)
         answers.append([loss.train, loss.bound, loss.parts["levels"], *(g for g in gradients if g is not None)])

@@ -80,14 +80,14 @@ def compiled(**settings: Any) -> tuple[Trainer, Batch]:
                      train=replace(config.train, batch=32, warmup=1, **settings))
     assembly = assemble(config, complete_tree(5_000, 80), pad_id=None, counts=torch.ones(5_000), device="cuda")
     torch.compiler.reset()
-    compile_backbone(assembly.model, torch.device("cuda"), True, config.train.memory)
+    compile_backbone(assembly.model, torch.device("cuda"), True, config.train.memory, config.train.float8)
     tokens = torch.randint(0, 5_000, (32, 512), generator=torch.Generator().manual_seed(0)).pin_memory()
     return Trainer(assembly.model, assembly.objective, config.train, torch.device("cuda")), Batch(tokens, torch.arange(32))
 
 
 def test_a_step_never_waits_for_the_gpu() -> None:
     trainer, batch = compiled()
-    for _ in range(3):
+    for _ in range(5):
         trainer.update([batch])
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -95,15 +95,54 @@ def test_a_step_never_waits_for_the_gpu() -> None:
             trainer.update([batch])
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert trainer.read().updates == 5
+    assert trainer.read().updates == 7
+
+
+@pytest.mark.parametrize("micro", [None, 16])
+def test_replayed_passes_are_the_passes(micro: int | None) -> None:
+    """Training with the blocks recorded ends where training without ends, up to the order of sums; validation in between,
+    of another shape, neither disturbs nor is disturbed."""
+    results = []
+    for record in (True, False):
+        trainer, batch = compiled(micro_batch=micro)
+        backbone = trainer.model.backbone
+        backbone.recording = backbone.recording if record else None
+        pieces = [Batch(*(part[i:i + (micro or 32)] for part in (batch.tokens, batch.rows))) for i in range(0, 32, micro or 32)]
+        for step in range(10):
+            trainer.update(pieces)
+            if step == 7:
+                with torch.no_grad():
+                    level = torch.zeros(5, dtype=torch.int64, device="cuda")
+                    trainer.model.hidden(batch.tokens[:5].cuda(), torch.rand(5, device="cuda"), level)
+        assert not record or backbone.recording.there is not None, "nothing was recorded"
+        results.append((trainer.read(), torch.cat([p.detach().flatten() for p in trainer.model.parameters()])))
+    (ours, fast), (theirs, slow) = results
+    assert ours.loss == pytest.approx(theirs.loss, rel=1e-3) and ours.grad_norm == pytest.approx(theirs.grad_norm, rel=2e-2)
+    assert float((fast - slow).norm() / slow.norm()) < 2e-3
+
+
+@pytest.mark.skipif(torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 9), reason="needs float8")
+def test_products_in_eight_bits_learn_as_well() -> None:
+    """Forty updates on the same batch: the same loss curve within a few percent of the way down."""
+    curves = []
+    for float8 in (False, True):
+        trainer, batch = compiled(float8=float8)
+        curve = []
+        for _ in range(4):
+            for _ in range(10):
+                trainer.update([batch])
+            curve.append(trainer.read().loss)
+        curves.append(curve)
+    plain, narrow = curves
+    assert plain[0] - plain[-1] > 0.5, "nothing was learnt"
+    assert narrow == pytest.approx(plain, abs=0.05 * (plain[0] - plain[-1])) and narrow != plain
 
 
 def test_memory_settings_keep_less_and_change_nothing_else() -> None:
     losses, peaks = [], []
-    for memory in ("fast", "balanced", "lean"):
+    for memory in ("fast", "lean"):
         trainer, batch = compiled(memory=memory)
-        trainer.update([batch])
-        trainer.read()
+        trainer.model.backbone.recording = None
         torch.cuda.reset_peak_memory_stats()
         for _ in range(4):
             trainer.update([batch])
@@ -111,8 +150,8 @@ def test_memory_settings_keep_less_and_change_nothing_else() -> None:
         peaks.append(torch.cuda.max_memory_allocated() / 2**30)
         del trainer
     print("GiB at the peak:", [round(peak, 2) for peak in peaks])
-    assert peaks[0] > peaks[1] > peaks[2]
-    assert losses == pytest.approx([losses[0]] * 3, rel=1e-3)
+    assert peaks[0] > peaks[1]
+    assert losses == pytest.approx([losses[0]] * 2, rel=1e-3)
 
 
 @pytest.mark.parametrize("kind", [Tied(), Shared()])

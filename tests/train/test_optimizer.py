@@ -89,15 +89,22 @@ def test_every_parameter_decays() -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 0.5, 1e6])
-def test_clipping_gives_the_norm_before_and_scales_to_the_limit(limit: float | None) -> None:
-    model = network()
-    gradients(model, 1)
-    before = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
-    norm = clip_gradients(model, limit)
-    after = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+@pytest.mark.parametrize("fused", [True, False])
+def test_clipping_gives_the_norm_before_and_steps_with_gradients_scaled_to_the_limit(limit: float | None, fused: bool) -> None:
+    clipped, scaled = network(), network()
+    gradients(clipped, 1)
+    gradients(scaled, 1)
+    before = torch.cat([p.grad.flatten() for p in clipped.parameters() if p.grad is not None])
+    for parameter in scaled.parameters():
+        if parameter.grad is not None:
+            parameter.grad *= min(1.0, (limit or math.inf) / float(before.norm()))
+    one, other = (torch.optim.AdamW(model.parameters(), lr=0.1, eps=0.1, fused=fused) for model in (clipped, scaled))
+    norm = clip_gradients(clipped, one, limit)
     torch.testing.assert_close(norm, before.norm())
-    scale = min(1.0, (limit or math.inf) / float(before.norm()))
-    torch.testing.assert_close(after, before * scale)
+    one.step()
+    other.step()
+    for a, b in zip(clipped.parameters(), scaled.parameters()):
+        torch.testing.assert_close(a, b)
 
 
 def test_restored_optimizer_continues_to_the_bit() -> None:

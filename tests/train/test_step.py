@@ -119,6 +119,9 @@ def test_the_backbone_compiles_only_where_it_pays() -> None:
         compile_backbone(model, torch.device("cpu"), None, memory="lean")
     names = set(model.state_dict())
     assert compile_backbone(model, torch.device("cuda"), None, available=lambda: True)
+    assert model.backbone.fused == "fast", "on a GPU the blocks are fused by hand"
+    assert compile_backbone(model, torch.device("cuda"), True, memory="lean") and model.backbone.fused == "lean"
+    assert compile_backbone(model, torch.device("cpu"), True, memory="lean")
     assert set(model.state_dict()) == names, "a compiled run must save under the same names"
 
 

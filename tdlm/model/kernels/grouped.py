@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -33,21 +33,37 @@ class Bundle(nn.Module):
 
         table (G, n)   the children, padded with node 0          child   the children in the order of the table's real entries
         real (G, n)    which entries of the table are children   place   where each of them stands in the flattened table
+        limit (G,)     how many they are
     """
 
     table: Tensor
     real: Tensor
     child: Tensor
     place: Tensor
+    limit: Tensor
 
     def __init__(self, first: int, kids: Int[Tensor, "G n"]):
         super().__init__()
         self.first = first
         """Rank of the first parent; the parents are first .. first + G - 1."""
         real = kids >= 0
-        tables = {"table": kids.clamp(min=0), "real": real, "child": kids[real], "place": real.flatten().nonzero()[:, 0]}
+        tables = {"table": kids.clamp(min=0), "real": real, "child": kids[real], "place": real.flatten().nonzero()[:, 0],
+                  "limit": real.sum(1)}
         for name, table in tables.items():
             self.register_buffer(name, table, persistent=False)
+
+
+class Arrangement(NamedTuple):
+    """Positions in the order of the groups, as the processor knows it."""
+
+    order: Int[Tensor, "M"]
+    """Which position comes next."""
+    group: Int[Tensor, "M"]
+    """Rank of its parent."""
+    ends: Int[Tensor, "G"]
+    """Where each group ends."""
+    bounds: list[int]
+    """Where each bundle ends."""
 
 
 class Groups(nn.Module):
@@ -65,6 +81,7 @@ class Groups(nn.Module):
         rank = torch.full((tree.nodes,), self.count, dtype=torch.int32, device=inner.device)
         rank[inner] = torch.arange(self.count, dtype=torch.int32, device=inner.device)
         self.register_buffer("rank", rank, persistent=False)
+        self.known = (rank.cpu(),)  # in a tuple: stays with the processor
         height = tree.node_height()[inner]
         bundles = []
         for level in range(tree.height if highest is None else highest, 0, -1):
@@ -73,6 +90,14 @@ class Groups(nn.Module):
                 width = int((kids >= 0).sum(1).max())
                 bundles.append(Bundle(int(some[0]), F.pad(kids[:, :width], (0, -width % ALIGNED), value=-1)))
         self.levels = nn.ModuleList(bundles)
+
+    def arrange(self, parent: Int[Tensor, "M"]) -> Arrangement:
+        """Positions sorted by parent, made by the processor (tokens and nodes above `highest` are none of these groups)."""
+        rank = self.known[0][parent]
+        group, order = rank.sort(stable=True)
+        ends = torch.bincount(group, minlength=self.count).cumsum(0)
+        last = [bundle.first + len(bundle.table) - 1 for bundle in self.bundles]
+        return Arrangement(order, group, ends.to(torch.int32), ends[last].tolist())
 
     @property
     def bundles(self) -> list[Bundle]:

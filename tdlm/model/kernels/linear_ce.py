@@ -24,6 +24,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from .rows import fast
+
 BLOCK_BYTES = 1 << 29
 """Memory for one block of logits."""
 ALIGNED = 64
@@ -78,8 +80,7 @@ def _blocks(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
             if grads is None or share is None:
                 nll[part] = _nll(logits, offset, target[part], end)
                 continue
-            visit = _compiled_visit() if logits.is_cuda else _visit
-            nll[part], dlogits, dbias = visit(logits, offset, target[part], share[part], end)
+            nll[part], dlogits, dbias = _visit(logits, offset, target[part], share[part], end)
             grads[0][part] = dlogits @ matrix
             grads[1].add_(dlogits.T @ h[part])
             grads[2].add_(dbias)
@@ -102,7 +103,14 @@ def _stretch(values: Tensor, target: Tensor, until: Tensor) -> Tensor:
 
 
 def _visit(logits: Tensor, offset: Tensor, target: Tensor, share: Tensor, until: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """nll of some rows, the gradient of their logits and its sum over them."""
+    """nll of some rows, the gradient of their logits (in their place where it can be) and its sum over them."""
+    if until is None and (kernels := fast(logits)) is not None:
+        nll = kernels.choose_wide(logits, offset, target, share)
+        return nll, logits, logits.sum(0, dtype=offset.dtype)
+    return (_compiled_slope() if logits.is_cuda else _slope)(logits, offset, target, share, until)
+
+
+def _slope(logits: Tensor, offset: Tensor, target: Tensor, share: Tensor, until: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     values = logits.to(torch.promote_types(torch.float32, logits.dtype)) + offset
     normaliser = values.logsumexp(-1, keepdim=True)
     if until is None:
@@ -117,8 +125,8 @@ def _visit(logits: Tensor, offset: Tensor, target: Tensor, share: Tensor, until:
 
 
 @functools.cache
-def _compiled_visit() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """`_visit` in two passes over a block instead of ten, where a compiler for the GPU is at hand."""
+def _compiled_slope() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
+    """`_slope` in two passes over a block instead of ten, where a compiler for the GPU is at hand."""
     if importlib.util.find_spec("triton") is None:
-        return _visit
-    return torch.compile(_visit, dynamic=None)
+        return _slope
+    return torch.compile(_slope, dynamic=None)

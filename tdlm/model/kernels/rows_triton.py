@@ -1,0 +1,157 @@
+"""Sweeps over the rows of tables, for the embedding and the heads, as Triton kernels.
+
+    gather       out[i] = table[index[i]], in another dtype on the way
+    place        out[target[i]] = values[source[i]]; targets are distinct
+    add_runs     out[key[i]] += values[order[i]], keys sorted: runs of one key are added up before they meet memory
+    choose       of rows of logits: nll of the wanted class, and share (softmax - onehot) in place of the logits
+"""
+# pyright: reportIndexIssue=false, reportMissingImports=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+RUN = 32
+"""Rows that a program of `add_runs` walks."""
+CHUNK = 4096
+"""Classes that a program of `choose` holds at once, for wide rows."""
+
+
+@triton.jit
+def _gather(table, index, out, d, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    at = tl.load(index + row).to(tl.int64)
+    value = tl.load(table + at * d + column, mask=column < d, other=0.0)
+    tl.store(out + row * d + column, value.to(out.dtype.element_ty), mask=column < d)
+
+
+@triton.jit
+def _place(values, source, target, out, d, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    at, to = tl.load(source + row).to(tl.int64), tl.load(target + row).to(tl.int64)
+    value = tl.load(values + at * d + column, mask=column < d, other=0.0)
+    tl.store(out + to * d + column, value.to(out.dtype.element_ty), mask=column < d)
+
+
+@triton.jit
+def _add_runs(values, order, key, out, M, d, ROWS: tl.constexpr, BLOCK: tl.constexpr, ORDER: tl.constexpr):
+    first = tl.program_id(0) * ROWS
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real = column < d
+    total = tl.zeros([BLOCK], tl.float32)
+    current = tl.load(key + first).to(tl.int64)
+    for i in range(ROWS):
+        row = first + i
+        if row < M:
+            k = tl.load(key + row).to(tl.int64)
+            if k != current:
+                tl.atomic_add(out + current * d + column, total, mask=real, sem="relaxed")
+                total = tl.zeros([BLOCK], tl.float32)
+                current = k
+            if ORDER:
+                at = tl.load(order + row).to(tl.int64)
+            else:
+                at = row.to(tl.int64)
+            total += tl.load(values + at * d + column, mask=real, other=0.0).to(tl.float32)
+    tl.atomic_add(out + current * d + column, total, mask=real, sem="relaxed")
+
+
+@triton.jit
+def _choose(logits, offset, group, limit, slot, share, nll, n, stride, BLOCK: tl.constexpr, OFFSET: tl.constexpr,
+            GRADIENT: tl.constexpr):
+    """A row at once. `limit`: how many classes a group has; they fill the first slots."""
+    row = tl.program_id(0).to(tl.int64)
+    g = tl.load(group + row).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    real = column < tl.load(limit + g)
+    value = tl.load(logits + row * stride + column, mask=column < n, other=0.0).to(tl.float32)
+    if OFFSET:
+        value += tl.load(offset + g * n + column, mask=column < n, other=0.0)
+    value = tl.where(real, value, -float("inf"))
+    top = tl.max(value, 0)
+    raised = tl.where(real, tl.exp(value - top), 0.0)
+    total = tl.sum(raised, 0)
+    wanted = column == tl.load(slot + row)
+    tl.store(nll + row, top + tl.log(total) - tl.sum(tl.where(wanted, value, 0.0), 0))
+    if GRADIENT:
+        slope = (raised / total - wanted.to(tl.float32)) * tl.load(share + row).to(tl.float32)
+        tl.store(logits + row * stride + column, slope.to(logits.dtype.element_ty), mask=column < n)
+
+
+@triton.jit
+def _choose_wide(logits, offset, target, share, nll, stride, n: tl.constexpr, BLOCK: tl.constexpr, GRADIENT: tl.constexpr):
+    """A row in pieces, twice: first its normaliser, then (still in the cache) its gradient. Padding classes have offset -inf."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    column = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], -1e30, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n, BLOCK):
+        at = start + column
+        value = tl.load(logits + at, mask=at < n, other=0.0).to(tl.float32)
+        value += tl.load(offset + at, mask=at < n, other=-float("inf"))
+        higher = tl.maximum(best, value)
+        total = total * tl.exp(best - higher) + tl.exp(value - higher)
+        best = higher
+    top = tl.max(best, 0)
+    normaliser = top + tl.log(tl.sum(total * tl.exp(best - top), 0))
+    aim = tl.load(target + row).to(tl.int64)
+    wanted = tl.load(logits + aim).to(tl.float32) + tl.load(offset + aim)
+    tl.store(nll + row, normaliser - wanted)
+    if GRADIENT:
+        weight = tl.load(share + row).to(tl.float32)
+        tl.debug_barrier()  # all have read the wanted logit before it is overwritten
+        for start in range(0, n, BLOCK):
+            at = start + column
+            value = tl.load(logits + at, mask=at < n, other=0.0).to(tl.float32)
+            value += tl.load(offset + at, mask=at < n, other=-float("inf"))
+            slope = (tl.exp(value - normaliser) - (at == aim).to(tl.float32)) * weight
+            tl.store(logits + at, slope.to(logits.dtype.element_ty), mask=at < n)
+
+
+def gather(table: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    d = table.shape[1]
+    out = torch.empty(*index.shape, d, dtype=dtype, device=table.device)
+    if index.numel():
+        _gather[(index.numel(),)](table, index, out, d, BLOCK=triton.next_power_of_2(d), num_warps=4)
+    return out
+
+
+def place(values: Tensor, source: Tensor, target: Tensor, out: Tensor) -> None:
+    d = out.shape[1]
+    if len(source):
+        _place[(len(source),)](values, source, target, out, d, BLOCK=triton.next_power_of_2(d), num_warps=4)
+
+
+def add_runs(values: Tensor, key: Tensor, out: Tensor, order: Tensor | None = None) -> None:
+    """Distinct programs meet in float32 by atomic additions: the last bits may differ from run to run."""
+    M, d = values.shape
+    if M:
+        block = min(1024, triton.next_power_of_2(d))
+        _add_runs[(triton.cdiv(M, RUN), triton.cdiv(d, block))](
+            values, key if order is None else order, key, out, M, d, ROWS=RUN, BLOCK=block, ORDER=order is not None, num_warps=4)
+
+
+def choose(logits: Tensor, offset: Tensor | None, group: Tensor, limit: Tensor, slot: Tensor, share: Tensor | None) -> Tensor:
+    """nll; with shares, the gradient of sum(share nll) lies where the logits were."""
+    M, n = logits.shape
+    nll = torch.empty(M, dtype=torch.float32, device=logits.device)
+    if M:
+        block = triton.next_power_of_2(n)
+        _choose[(M,)](logits, nll if offset is None else offset, group, limit, slot, nll if share is None else share, nll, n,
+                      logits.stride(0), BLOCK=block, OFFSET=offset is not None, GRADIENT=share is not None,
+                      num_warps=1 if block <= 256 else 2 if block <= 1024 else 8)
+    return nll
+
+
+def choose_wide(logits: Tensor, offset: Tensor, target: Tensor, share: Tensor | None) -> Tensor:
+    M, n = logits.shape
+    nll = torch.empty(M, dtype=torch.float32, device=logits.device)
+    if M:
+        _choose_wide[(M,)](logits, offset, target, nll if share is None else share, nll, logits.stride(0), n=n, BLOCK=CHUNK,
+                           GRADIENT=share is not None, num_warps=8)
+    return nll
