@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import math
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -202,9 +203,9 @@ def _parse(expected: Any, text: str, where: str) -> Any:
 
 
 def _numbers(text: str) -> list[int | float]:
-    """What the text says as a whole number and as a number, where it says one."""
+    """What the text says as a whole number and as a number, where it says one. (No setting is infinite.)"""
     found: list[int | float] = []
     for kind in (int, float):
         with contextlib.suppress(ValueError):
             found.append(kind(text))
-    return found
+    return [value for value in found if not isinstance(value, float) or math.isfinite(value)]

@@ -27,6 +27,8 @@ def test_what_is_no_list_of_numbers_is_refused(name, path, typed):
 
 @pytest.mark.parametrize("name,path,typed,says", [
     ("small", "train.ema", "x", "--set train.ema: a number or none is expected, got 'x'"),
+    ("small", "train.lr", "1e400", "--set train.lr: a number is expected, got '1e400'"),
+    ("small", "train.weight_decay", "nan", "--set train.weight_decay: a number is expected, got 'nan'"),
     ("small", "train.micro_batch", "1.5", "--set train.micro_batch: a whole number or none is expected, got '1.5'"),
     ("hdlm-small", "method.clip", "1,2,3", "--set method.clip: a list of 2 values or none is expected, got '1,2,3'"),
     ("small", "train.betas", "0.9", "--set train.betas: a list of 2 values is expected, got '0.9'"),
