@@ -269,6 +269,10 @@ def _groups(texts: Sequence[str]) -> Iterator[list[str]]:
         yield group
 
 
+LARGEST = 4_000_000
+"""Ids of a tokenizer that is trained here: the trainer takes their memory at once, and dies of what there is not."""
+
+
 def train_bpe(documents: Iterable[str], size: int) -> Tokenizer:
     """A byte-level BPE of `size` ids (EOS and PAD are the last two) trained on these texts.
 
@@ -277,6 +281,8 @@ def train_bpe(documents: Iterable[str], size: int) -> Tokenizer:
     if size < 258:
         raise TokenizerError(f"a BPE tokenizer needs at least 258 ids (256 bytes, EOS, PAD), got {size}; "
                              "use 'bytes' for no merges")
+    if size > LARGEST:
+        raise TokenizerError(f"a BPE tokenizer of more than {LARGEST:,} ids is not trained, got {size:,}; ask for fewer: bpe:SIZE")
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()

@@ -40,6 +40,7 @@ MISTAKES = [
     ("prepare --out new", "at least one input"),
     ("prepare text.jsonl --out new --tokenizer bpe:12", "at least 258 ids"),
     ("prepare text.jsonl --out new --tokenizer bpe:x", "bpe:SIZE"),
+    ("prepare text.jsonl --out new --tokenizer bpe:999999999", "more than 4,000,000 ids is not trained, got 999,999,999"),
     ("prepare text.jsonl --out new --tokenizer gone", "gone: a tokenizer.json or the name 'bytes' is expected"),
     ("prepare text.jsonl --out new --tokenizer text.jsonl", "text.jsonl: a tokenizer.json is expected, but the file cannot"),
     ("prepare text.jsonl --out new --valid 40", "has 40 documents, setting aside 40 for validation leaves none"),
