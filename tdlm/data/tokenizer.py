@@ -282,7 +282,8 @@ def train_bpe(documents: Iterable[str], size: int) -> Tokenizer:
         raise TokenizerError(f"a BPE tokenizer needs at least 258 ids (256 bytes, EOS, PAD), got {size}; "
                              "use 'bytes' for no merges")
     if size > LARGEST:
-        raise TokenizerError(f"a BPE tokenizer of more than {LARGEST:,} ids is not trained, got {size:,}; ask for fewer: bpe:SIZE")
+        raise TokenizerError(f"a BPE tokenizer of more than {LARGEST:,} ids is not trained, got {size:,}; "
+                             "ask for fewer: bpe:SIZE")
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
     backend.decoder = decoders.ByteLevel()

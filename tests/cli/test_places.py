@@ -44,10 +44,11 @@ def test_places_that_cannot_be_written(world: Path, tdlm: Tdlm, command: tuple[s
     assert listing(world) == before
 
 
-@pytest.mark.parametrize("command", WRITES[1:3], ids=["build", "show"])
-def test_a_folder_where_a_file_should_go(world: Path, tdlm: Tdlm, command: tuple[str, ...]):
+@pytest.mark.parametrize("command, says", zip(WRITES[1:3], ("folder is a folder; a tree is a file", "folder: Is a directory")),
+                         ids=["build", "show"])
+def test_a_folder_where_a_file_should_go(world: Path, tdlm: Tdlm, command: tuple[str, ...], says: str):
     before = listing(world)
-    refused(tdlm(*command, "folder"), "folder: Is a directory")
+    refused(tdlm(*command, "folder"), says)
     assert listing(world) == before
 
 
