@@ -10,6 +10,7 @@ peak memory (all that torch took from the device), time to compile, and the shar
 from __future__ import annotations
 
 import argparse
+import itertools
 import statistics
 import time
 from collections.abc import Callable
@@ -21,12 +22,12 @@ import torch
 
 from tdlm.assemble import assemble
 from tdlm.config import BackboneConfig, RunConfig
-from tdlm.data.batches import Batch
+from tdlm.data.batches import Batch, prefetch
 from tdlm.errors import RunError
 from tdlm.files import write_json
 from tdlm.model.causal import Causal
 from tdlm.model.head import Tied
-from tdlm.model.model import count_parameters
+from tdlm.model.model import Model, count_parameters
 from tdlm.objectives import ar, gidd, hdlm, mdlm
 from tdlm.objectives.tree import TreeMethod
 from tdlm.process import Overlapping
@@ -96,33 +97,50 @@ def measure(name: str, tree: Tree, tokens: torch.Tensor, device: torch.device, o
     compiled = compile_backbone(assembly.model, device, None if device.type == "cuda" else False,
                                 config.train.memory if device.type == "cuda" else "fast", config.train.float8)
     trainer = Trainer(assembly.model, assembly.objective, config.train, device)
-    micro = options.micro_batch or options.batch
-    pieces = [Batch(*(part.pin_memory() if device.type == "cuda" else part for part in (tokens[i:i + micro], rows)))
-              for i in range(0, options.batch, micro) for rows in [torch.arange(i, i + micro)]]
+    with prefetch(Same(tokens, trainer.micros), itertools.count(), micros=trainer.micros, pin=device.type == "cuda",
+                  prepare=trainer.prepare) as batches:
+        def update() -> None:
+            trainer.update(itertools.islice(batches, trainer.micros))
+
+        return timed(name, config, assembly.model, trainer, compiled, update, device, options)
+
+
+class Same:
+    """The same rows in every step, as the loader gives them."""
+
+    def __init__(self, tokens: torch.Tensor, micros: int):
+        self.pieces = [Batch(*piece) for piece in zip(tokens.chunk(micros), torch.arange(len(tokens)).chunk(micros))]
+
+    def batch(self, step: int, rank: int, world: int, micro: int, micros: int) -> Batch:
+        return self.pieces[micro]
+
+
+def timed(name: str, config: RunConfig, model: Model, trainer: Trainer, compiled: bool, update: Callable[[], None],
+          device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
     before = time.perf_counter()
-    trainer.update(pieces)
+    update()
     trainer.read()
     first = time.perf_counter() - before
     for _ in range(options.warmup):
-        trainer.update(pieces)
+        update()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
-    times = spans(lambda: trainer.update(pieces), options.updates, device)
+    times = spans(update, options.updates, device)
     middle, positions = statistics.median(times), options.batch * options.length
-    flops, peak = train_flops(assembly.model, config)["train"], peak_flops(device_name(device))
+    flops, peak = train_flops(model, config)["train"], peak_flops(device_name(device))
     rate = positions / middle * 1000
     result = {
         "what": CASES[name][0], "tokens_per_second": {"median": rate, "min": positions / max(times) * 1000,
                                                       "max": positions / min(times) * 1000},
         "milliseconds": middle, "peak_gib": torch.cuda.max_memory_reserved(device) / 2**30 if device.type == "cuda" else None,
-        "parameters": count_parameters(assembly.model), "flops_per_token": flops, "compiled": compiled,
+        "parameters": count_parameters(model), "flops_per_token": flops, "compiled": compiled,
         "first_update_seconds": first, "share_of_peak": rate * flops / peak if peak else None,
         "loss": trainer.read().loss, "config": config.to_json(),
     }
     if options.profile and device.type == "cuda":
-        result["kernels"] = profile(lambda: trainer.update(pieces), options.profile)
+        result["kernels"] = profile(update, options.profile)
     return result
 
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, NamedTuple, Self
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, Self
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ LAYOUTS = ("document", "packed")
 class Batch(NamedTuple):
     tokens: Tensor  # int64 (b, S)
     rows: Tensor  # int64 (b,): sample numbers within the step's global batch; in evaluation, numbers of the items
+    prepared: Any = None  # the processor's part of the loss, where it was made beforehand
 
 
 class _Items:
@@ -156,6 +157,13 @@ def eval_rows(store: TokenStore, *, length: int, layout: str, split: str = "vali
     return EvalRows(store, length=length, layout=layout, split=split, documents=documents, limit=limit)
 
 
+class Rows(Protocol):
+    """Where training's micro-batches come from."""
+
+    def batch(self, step: int, rank: int, world: int, micro: int, micros: int) -> Batch:
+        ...
+
+
 class Prefetch:
     """Batches made by a thread while the model works: an iterator over the micro-batches of all `steps` in order.
 
@@ -163,8 +171,8 @@ class Prefetch:
     `with`) to stop the thread early.
     """
 
-    def __init__(self, rows: TrainRows, steps: Iterable[int], rank: int, world: int, micros: int, depth: int,
-                 pin: bool) -> None:
+    def __init__(self, rows: Rows, steps: Iterable[int], rank: int, world: int, micros: int, depth: int,
+                 pin: bool, prepare: Callable[[Batch, int], Any] | None) -> None:
         self._ready: queue.Queue[Batch | BaseException | None] = queue.Queue(max(1, depth))
         self._stop = threading.Event()
         self._ended = False
@@ -174,7 +182,11 @@ class Prefetch:
                 for step in steps:
                     for micro in range(micros):
                         batch = rows.batch(step, rank, world, micro, micros)
-                        if not self._put(Batch(batch.tokens.pin_memory(), batch.rows) if pin else batch):
+                        if pin:
+                            batch = batch._replace(tokens=batch.tokens.pin_memory())
+                        if prepare is not None:
+                            batch = batch._replace(prepared=prepare(batch, step))
+                        if not self._put(batch):
                             return
             except BaseException as error:  # handed to the consumer, which raises it
                 self._put(error)
@@ -218,7 +230,8 @@ class Prefetch:
         self.close()
 
 
-def prefetch(rows: TrainRows, steps: Iterable[int], *, rank: int = 0, world: int = 1, micros: int = 1, depth: int = 4,
-             pin: bool = False) -> Prefetch:
-    """Start making batches in the background. `pin`: page-locked memory, from which a copy to a GPU does not wait."""
-    return Prefetch(rows, steps, rank, world, micros, depth, pin)
+def prefetch(rows: Rows, steps: Iterable[int], *, rank: int = 0, world: int = 1, micros: int = 1, depth: int = 4,
+             pin: bool = False, prepare: Callable[[Batch, int], Any] | None = None) -> Prefetch:
+    """Start making batches in the background. `pin`: page-locked memory, from which a copy to a GPU does not wait.
+    `prepare(batch, step)`: what else can be made there."""
+    return Prefetch(rows, steps, rank, world, micros, depth, pin, prepare)

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from ..registry import register
-from ..rng import sent
 from ..tree.tree import Tree
 from .kernels.few import few_logits
 from .kernels.grouped import Arrangement, Groups, grouped_nll
@@ -185,8 +184,7 @@ class TiedHead(_Head):
                order: Arrangement) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
         """`weighted` of positions that lie in the order of the groups."""
         assert self.groups is not None
-        weight, device = self._embedding[0].weight, hidden.device
-        return sorted_cross_entropy(hidden, weight, self.bias, slot, share, sent(order.group, device), sent(order.ends, device),
+        return sorted_cross_entropy(hidden, self._embedding[0].weight, self.bias, slot, share, order.group, order.ends,
                                     order.bounds, self.groups)
 
     def nll(self, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], slot: Int[Tensor, "M"]) -> Float[Tensor, "M"]:

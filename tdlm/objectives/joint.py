@@ -122,6 +122,8 @@ class Neighbours:
 
 
 class JointObjective(TreeObjective):
+    prepares = False
+
     def __init__(self, method: JointMethod, tree: Tree, pad_id: int | None):
         super().__init__(method.as_tree(), tree, pad_id)
         combinations(tree.branching, method.neighbourhood)

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..errors import ConfigError
 from ..model.head import Shared, arranged, weighted_nll
+from ..model.kernels.grouped import Arrangement
 from ..model.kernels.rows import take
 from ..model.model import Network
 from ..process import Cascade, Moment, corrupt
@@ -88,6 +89,30 @@ class Terms:
     train: Float[Tensor, ""]
 
 
+@dataclass(frozen=True)
+class Sheet:
+    """What the network is shown and asked, in the order its head wants, and with which weights."""
+
+    moment: Moment
+    nodes: Int[Tensor, "B S"]
+    place: Int[Tensor, "M"]
+    """Active positions, counted through the batch."""
+    parent: Int[Tensor, "M"]
+    row: Int[Tensor, "M"]
+    level: Int[Tensor, "M"]
+    slot: Int[Tensor, "M"]
+    share: Float[Tensor, "M"]
+    unseen: Bool[Tensor, "M"] | None
+    """Terms that are left out."""
+    order: Arrangement | None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    sheet: Sheet
+    tokens: Int[Tensor, "B"]
+
+
 SAMPLERS: dict[str, Callable[..., Sampled]] = {"ancestral": generate, "first-hitting": first_hitting,
                                                "confidence": confidence}
 
@@ -100,7 +125,7 @@ def sorts(tokens: Tensor, device: torch.device) -> bool:
 class TreeObjective:
     causal = False
     prepares = True
-    """Whether `loss` may be given tokens that lie with the processor while the network is elsewhere."""
+    """Whether the processor can make its part of the loss beforehand (`prepare`, then `complete`)."""
     samplers = tuple(SAMPLERS)
     unit = 1
     """Positions that are corrupted as one."""
@@ -112,8 +137,7 @@ class TreeObjective:
         self.knows_level = method.process.knows_level
         self.num_states, self.levels = tree.nodes, tree.height
         self.known = tree.to("cpu") if tree.ancestor.is_cuda else None
-        weights = level_weights(method.level_weights, method.level_gamma, tree.height)
-        self.level_weights = weights
+        self.level_weights = level_weights(method.level_weights, method.level_gamma, tree.height)
         # a process that does not fit this tree says so now, not at the first step
         self.process.occupancy(torch.zeros(1, dtype=torch.float64, device="cpu"), tree.height)
 
@@ -129,43 +153,65 @@ class TreeObjective:
         return sampled if model.told_time or not self.knows_level else {"count": self.exact_count_loss, **sampled}
 
     def loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
-        """Where tokens and noise are the processor's and the network a GPU's (draws.device), the processor prepares all that
-        does not depend on the network while the GPU is busy with the step before: states, active positions, weights."""
-        here = draws.here()
+        return self.score(model, tokens, *self.draw(tokens, draws), draws.device)
+
+    def draw(self, tokens: Int[Tensor, "B S"], draws: Draws) -> tuple[Int[Tensor, "B S"], Moment]:
+        """Heights and times, where rows are numbered."""
+        here, length = draws.here(), tokens.shape[1]
         moment = self.process.moment(here.strata("time"), self.tree.height, self.method.clip)
-        length = tokens.shape[1]
         heights = corrupt(moment, here.uniform("state", -(-length // self.unit)))
-        return self.score(model, tokens, from_units(heights, self.unit, length), moment, draws.device)
+        return from_units(heights, self.unit, length), moment
 
     def score(self, model: Network, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment,
               device: torch.device | None = None) -> Loss:
         """The loss of given states: everything of `loss` but the drawing."""
         device = device or tokens.device
         terms = self.terms(model, tokens, heights, moment, device)
-        cell, cells = terms.row * self.levels + terms.level, len(tokens) * self.levels
-        weight = sent(moment.weight, device).flatten()
-        bound = by_row(cell, terms.cost.double() * weight[cell], cells).view(-1, self.levels)
-        return Loss(terms.train, bound.sum(1), {"levels": bound, "tokens": (~is_pad(tokens, self.pad_id)).sum(1)})
+        return self.total(terms, sent(moment.weight, device), (~is_pad(tokens, self.pad_id)).sum(1))
+
+    def prepare(self, head: Any, tokens: Int[Tensor, "B S"], draws: Draws) -> Prepared:
+        """Everything of `loss` that does not depend on the network, on draws.device: where tokens and noise are the processor's
+        and the network a GPU's, it is made while the GPU is busy with steps before."""
+        heights, moment = self.draw(tokens, draws)
+        sheet = self.sheet(head, tokens, heights, moment, draws.device)
+        return Prepared(sheet, (~is_pad(tokens, self.pad_id)).sum(1))
+
+    def complete(self, model: Network, prepared: Prepared) -> Loss:
+        sheet = prepared.sheet
+        return self.total(self.ask(model, sheet), sheet.moment.weight, prepared.tokens)
+
+    def total(self, terms: Terms, weight: Float[Tensor, "B H"], tokens: Int[Tensor, "B"]) -> Loss:
+        """Terms weighted and added up."""
+        cell = terms.row * self.levels + terms.level
+        bound = by_row(cell, terms.cost.double() * weight.flatten()[cell], weight.numel()).view(-1, self.levels)
+        return Loss(terms.train, bound.sum(1), {"levels": bound, "tokens": tokens})
 
     def terms(self, model: Network, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment,
               device: torch.device) -> Terms:
-        """Tokens, heights and moment may be the processor's; the terms are on `device`, in the order the head wants."""
+        """Tokens, heights and moment may be the processor's; the terms are on `device`."""
+        return self.ask(model, self.sheet(model.head, tokens, heights, moment, device))
+
+    def sheet(self, head: Any, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"], moment: Moment,
+              device: torch.device) -> Sheet:
         nodes, active = self.active(tokens, heights, moment)
-        told = moment.to(device)
-        hidden = model.hidden(sent(nodes, device), told.time, told.level)
         place = active.flatten().nonzero()[:, 0]
-        order = arranged(model.head, nodes.flatten()[place]) if sorts(tokens, device) else None
+        order = arranged(head, nodes.flatten()[place]) if sorts(tokens, device) else None
         if order is not None:
             place = place[order.order]
+            order = order.to(device)
         row, column = place // tokens.shape[1], place % tokens.shape[1]
         level = heights[row, column] - 1
         slot = self.tables(tokens).slot[level, tokens[row, column]]
         share = moment.train_weight[row, level] * sent(self.level_weights, level.device)[level] / tokens.numel()
-        terms = (place, nodes[row, column], row, level, slot, share)
-        at, parent, row, level, slot, share = (sent(values, device) for values in terms)
-        train, nll = weighted_nll(model.head, take(hidden.flatten(0, 1), at), parent, slot, share, order)
-        cost = nll.masked_fill(sent(is_pad(tokens, self.pad_id).flatten()[place], device), 0) if self.pad == "drop" else nll
-        return Terms(row, level, cost, train)
+        unseen = sent(is_pad(tokens, self.pad_id).flatten()[place], device) if self.pad == "drop" else None
+        return Sheet(moment.to(device), sent(nodes, device), sent(place, device), sent(nodes[row, column], device),
+                     sent(row, device), sent(level, device), sent(slot, device), sent(share, device), unseen, order)
+
+    def ask(self, model: Network, sheet: Sheet) -> Terms:
+        hidden = model.hidden(sheet.nodes, sheet.moment.time, sheet.moment.level)
+        rows = take(hidden.flatten(0, 1), sheet.place)
+        train, nll = weighted_nll(model.head, rows, sheet.parent, sheet.slot, sheet.share, sheet.order)
+        return Terms(sheet.row, sheet.level, nll if sheet.unseen is None else nll.masked_fill(sheet.unseen, 0), train)
 
     def tables(self, like: Tensor) -> Tree:
         """The tree where `like` lies."""

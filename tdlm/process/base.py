@@ -35,7 +35,9 @@ class Moment:
     """The same with clipping: only for the gradient."""
 
     def to(self, device: torch.device) -> Moment:
-        return Moment(*(value if value is None else sent(value, device) for value in vars(self).values()))
+        level = None if self.level is None else sent(self.level, device)
+        return Moment(sent(self.time, device), level, sent(self.occupancy, device), sent(self.weight, device),
+                      sent(self.train_weight, device))
 
 
 @runtime_checkable

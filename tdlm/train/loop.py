@@ -203,7 +203,7 @@ class Sitting:
         self.file = metrics.MetricsFile(self.out / folder.METRICS)
         with (contextlib.closing(self.file), Interrupt().watching() as interrupt,
               prefetch(self.rows, range(trainer.done, settings.steps), micros=trainer.micros,
-                       pin=self.device.type == "cuda") as batches):
+                       pin=self.device.type == "cuda", prepare=trainer.prepare) as batches):
             self.watch = Stopwatch(self.watch.before)
             self.logged = (trainer.done, self.watch.seconds())
             while not self.complete:

@@ -15,6 +15,7 @@ from ..device import choose_device
 from ..errors import DataError, RunError
 from ..tree.tree import Tree
 from . import checkpoint, folder
+from .step import compile_backbone
 
 
 @dataclass(frozen=True)
@@ -53,7 +54,10 @@ def open_run(path: Path | str, device: str = "cpu", warn: Callable[[str], None] 
     provenance = (folder.read(path) or {})["provenance"]
     tokenizer = Tokenizer.load(path / folder.TOKENIZER)
     tree = Tree.load(path / folder.TREE, tokenizer_hash=tokenizer.hash)
-    assembly = assemble(config, tree, pad_id=tokenizer.pad_id, device=choose_device(device))
+    chosen = choose_device(device)
+    assembly = assemble(config, tree, pad_id=tokenizer.pad_id, device=chosen)
     state = checkpoint.load_model(path, assembly.model, warn=warn)
     assembly.model.eval()
+    if hasattr(assembly.model.backbone, "fused"):  # a compiler would begin anew for every shape
+        compile_backbone(assembly.model, chosen, None if chosen.type == "cuda" else False)
     return Run(path, config, provenance, tree, tokenizer, assembly, int(state["step"]))

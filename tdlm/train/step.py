@@ -17,7 +17,7 @@ from ..config import TrainConfig
 from ..errors import ConfigError, RunError
 from ..model.kernels.recording import Recording
 from ..model.model import Model, autocast
-from ..objectives.base import Objective
+from ..objectives.base import Loss, Objective
 from ..rng import Draws
 from .checkpoint import Checkpoint, fill, model_tensors
 from .optimizer import (
@@ -69,12 +69,9 @@ class Trainer:
         set_learning_rate(self.optimizer, learning_rate(step, self.config))
         finite = torch.ones((), dtype=torch.bool, device=self.device)
         for batch in batches:
-            prepares = getattr(self.objective, "prepares", False)  # the processor's part of the loss needs the tokens there
-            tokens = batch.tokens if prepares else batch.tokens.to(self.device, non_blocking=True)
-            draws = Draws(self.config.seed, step, "train", batch.rows.cpu(), self.config.batch, self.device)
             with autocast(self.device, self.config.dtype):
-                loss = self.objective.loss(self.model, tokens, draws=draws)
-            share = len(tokens) / self.config.batch
+                loss = self.loss(batch, step)
+            share = len(batch.tokens) / self.config.batch
             (loss.train * share).backward()
             finite &= torch.isfinite(loss.train.detach())
             self._add(loss, share)
@@ -89,8 +86,25 @@ class Trainer:
         if self.average is not None:
             self.average.update(self.done)
 
+    def loss(self, batch: Any, step: int) -> Loss:
+        if self.prepare is None:
+            return self.objective.loss(self.model, batch.tokens.to(self.device, non_blocking=True), draws=self.draws(batch, step))
+        prepared = getattr(batch, "prepared", None) or self.prepare(batch, step)
+        return self.objective.complete(self.model, prepared)  # type: ignore[attr-defined]
+
+    def draws(self, batch: Any, step: int) -> Draws:
+        return Draws(self.config.seed, step, "train", batch.rows.cpu(), self.config.batch, self.device)
+
+    @property
+    def prepare(self) -> Callable[[Any, int], Any] | None:
+        """The processor's part of a batch's loss, which a thread may make beforehand; None where there is nothing to gain."""
+        make = getattr(self.objective, "prepare", None) if getattr(self.objective, "prepares", False) else None
+        if make is None or self.device.type != "cuda":
+            return None
+        return lambda batch, step: make(self.model.head, batch.tokens, self.draws(batch, step))
+
     @torch.no_grad()
-    def _add(self, loss: Any, share: float) -> None:
+    def _add(self, loss: Loss, share: float) -> None:
         self.sums[1] += loss.train.detach().double() * share
         self.sums[3] += loss.bound.detach().double().sum()
         self.sums[4] += loss.parts["tokens"].double().sum()

@@ -67,7 +67,7 @@ def sample_run(run: Run, request: Request, *, say: Callable[[str], None], keep: 
             drawn.append(run.assembly.objective.sample(
                 run.assembly.model, (len(index), length), steps=steps, draws=draws, given=fixed, per_level=request.per_level,
                 times=request.times, sampler=request.sampler, choice=choice,
-                trace=request.trace and first == 0, progress=progress))
+                dtype=precision(run), trace=request.trace and first == 0, progress=progress))
     seconds = time.perf_counter() - started
     result = _result(run, request, drawn, given[0], steps, seconds)
     evaluations = result["evaluations"]
@@ -80,6 +80,11 @@ def sample_run(run: Run, request: Request, *, say: Callable[[str], None], keep: 
             frames = trace_frames(drawn[0].frames, seen, run.tokenizer, given[0])
             _append(run, "trace.json", "traces", request.title, {"prompt": request.prompt or request.infill, "frames": frames})
     return result
+
+
+def precision(run: Run) -> str:
+    """What the network computes in: on a GPU as in training, on a processor, to which narrow numbers are no help, float32."""
+    return run.config.train.dtype if run.assembly.objective.tree.ancestor.is_cuda else "float32"
 
 
 def checked(run: Run, request: Request) -> tuple[int, Tensor, Choice]:
@@ -132,7 +137,8 @@ def given_tokens(run: Run, request: Request, length: int) -> Tensor:
 def _result(run: Run, request: Request, drawn: list[Sampled], given: Tensor, steps: int, seconds: float) -> dict[str, Any]:
     tokens = torch.cat([part.tokens for part in drawn]).cpu()
     evaluations = torch.cat([part.evaluations for part in drawn])
-    settings = {**asdict(request), "steps": steps, "length": tokens.shape[1], "step_of_weights": run.step}
+    settings = {**asdict(request), "steps": steps, "length": tokens.shape[1], "step_of_weights": run.step,
+                "dtype": f"network {precision(run)}, draws float64"}
     together = [part.together for part in drawn if part.together is not None]
     samples = []
     for row in tokens:

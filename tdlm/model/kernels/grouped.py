@@ -20,6 +20,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from ...rng import sent
 from ...tree.tree import Tree
 
 MOST_GROUPS = 1000
@@ -64,6 +65,10 @@ class Arrangement(NamedTuple):
     """Where each group ends."""
     bounds: list[int]
     """Where each bundle ends."""
+
+    def to(self, device: torch.device) -> Arrangement:
+        """What a GPU needs of it there."""
+        return self._replace(group=sent(self.group, device), ends=sent(self.ends, device))
 
 
 class Groups(nn.Module):

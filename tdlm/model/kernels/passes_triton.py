@@ -161,7 +161,8 @@ def leave(dstream: Tensor | None, dout: Tensor, x: Tensor, branch: Tensor | None
         dx, dout, x, x if branch is None else branch, shift if gate is None else gate, weight, shift, scale, mean, rstd, dx,
         x if dbranch is None else dbranch, dout, sums, *(eight or (x, sums)), S, d, 0 if gate is None else _row(gate),
         _row(shift), _row(scale), NARROW=narrow, LARGEST=LARGEST, TILES=tiles, STAGES=stages, ROWS=rows,
-        BLOCK=triton.next_power_of_2(d), STREAM=dstream is not None, BRANCH=branch is not None, BEFORE=before, AGAIN=again, num_warps=warps)
+        BLOCK=triton.next_power_of_2(d), STREAM=dstream is not None, BRANCH=branch is not None, BEFORE=before, AGAIN=again,
+        num_warps=warps)
     return dx, dbranch, dout if again else None, sums.sum(1), eight
 
 
