@@ -87,7 +87,7 @@ def taken_apart(config: RunConfig, assembly: Assembly, trainer: Trainer, rows: T
     model.hidden, model.head.nll = timers.timed("backbone", hidden), timers.timed("head", nll)  # type: ignore[method-assign]
 
     def optimize() -> None:
-        clip_gradients(model, trainer.optimizer, settings.grad_clip)
+        clip_gradients(trainer.optimizer, settings.grad_clip)
         trainer.optimizer.step()
         trainer.optimizer.zero_grad(set_to_none=True)
 

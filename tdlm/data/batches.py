@@ -178,6 +178,8 @@ class Prefetch:
         self._ended = False
 
         def work() -> None:
+            if prepare is not None:  # beside a GPU: pieces of work too small to be shared out, and all the processor has to do
+                torch.set_num_threads(1)
             try:
                 for step in steps:
                     for micro in range(micros):

@@ -48,12 +48,12 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
         group["lr"] = rate
 
 
-def clip_gradients(model: nn.Module, optimizer: torch.optim.Optimizer, limit: float | None) -> Tensor:
+def clip_gradients(optimizer: torch.optim.Optimizer, limit: float | None) -> Tensor:
     """The norm of all gradients before clipping; stays on the device, so nothing waits for it.
 
     A fused optimizer divides by a scale while it reads the gradients, which saves a pass over them.
     """
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     if limit is None:
         return norm

@@ -75,7 +75,7 @@ class Trainer:
             (loss.train * share).backward()
             finite &= torch.isfinite(loss.train.detach())
             self._add(loss, share)
-        norm = clip_gradients(self.model, self.optimizer, self.config.grad_clip)
+        norm = clip_gradients(self.optimizer, self.config.grad_clip)
         finite &= torch.isfinite(norm)
         self.sums[0] += 1
         self.sums[2] += norm
