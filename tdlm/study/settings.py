@@ -31,7 +31,8 @@ TOY = RunConfig("toy", TreeMethod(), DataConfig(length=32, layout="packed"), Bac
 """Two narrow blocks and a few hundred steps: shows that everything works together, not what is better."""
 
 BUDGET = RunConfig("budget", TreeMethod(), DataConfig(length=512, layout="packed"), BackboneConfig(8, 512, 8, "time"),
-                   TrainConfig(steps=4_000, batch=64, lr=1e-3, warmup=200, log_every=20, valid_every=400, save_every=4_000))
+                   TrainConfig(steps=4_000, batch=64, lr=1e-3, warmup=200, stream="bfloat16", log_every=20, valid_every=400,
+                               save_every=4_000))
 """One GPU, minutes a run; warm-up, validation and saving are shares of the steps that fit the minutes. A run saves when it ends
 or is asked to stop: with the optimizer's moments a checkpoint is a gigabyte."""
 

@@ -1,16 +1,18 @@
 """How long a step of training takes here, so that a run can be given minutes: its schedule needs the number of steps in
 advance, so that number is measured on a few steps, then fixed and kept in the run's configuration.
 
-What is measured is thrown away: the run itself begins at step 0. The first steps (compilation, caches) do not count, rows are
-read before the clock starts (in a run a thread reads them ahead), validation and saving come on top.
+What is measured is thrown away: the run itself begins at step 0. The first steps (compilation, caches) do not count, validation
+and saving come on top. On a CPU rows are read before the clock starts (in a run a thread reads them ahead); beside a GPU the
+thread that prepares steps may be what sets the pace, so there it works as in a run.
 """
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,12 +20,12 @@ import torch
 
 from ..assemble import assemble
 from ..config import RunConfig, TrainConfig
-from ..data.batches import Batch, TrainRows
+from ..data.batches import Batch, TrainRows, prefetch
 from ..data.store import TokenStore
 from .loop import tf32, tree_of
 from .step import Trainer, compile_backbone
 
-WARM_UP, TIMED = 4, 8
+WARM_UP, TIMED = 6, 8
 GROUP = 8
 """A GPU works behind the processor's back, so there the clock stops once for so many steps."""
 
@@ -52,14 +54,14 @@ def measured(config: RunConfig, data: Path, tree: Path | None, device: torch.dev
     device = torch.device(device)
     trainer, rows = _trainer(config, data, tree, device)
     if device.type == "cuda":
-        with tf32(device):
-            return Pace(_seconds(trainer, rows, math.inf, TIMED, GROUP), None)
+        with tf32(device), prefetch(rows, itertools.count(), micros=trainer.micros, pin=True, prepare=trainer.prepare) as ahead:
+            return Pace(_seconds(trainer, lambda: itertools.islice(ahead, trainer.micros), math.inf, TIMED, GROUP), None)
     every, found, limit = torch.get_num_threads(), {}, math.inf
     try:
         for threads in dict.fromkeys((1, every)):
             torch.set_num_threads(threads)
             started = time.perf_counter()
-            found[threads] = _seconds(trainer, rows, limit, TIMED, 1)
+            found[threads] = _seconds(trainer, lambda: _micros(trainer, rows), limit, TIMED, 1)
             limit = time.perf_counter() - started
     finally:
         torch.set_num_threads(every)
@@ -86,29 +88,28 @@ def _trainer(config: RunConfig, data: Path, tree: Path | None, device: torch.dev
     return Trainer(assembly.model, assembly.objective, config.train, device), rows
 
 
-def _seconds(trainer: Trainer, rows: TrainRows, limit: float, timed: int, group: int) -> float:
+def _seconds(trainer: Trainer, read: Callable[[], Iterable[Batch]], limit: float, timed: int, group: int) -> float:
     """The median over `timed` groups of steps; ends early when more than `limit` seconds have gone."""
     for _ in range(WARM_UP):
-        _clock(trainer, rows, 1)
+        trainer.update(read())
     began, taken = time.perf_counter(), []
     while len(taken) < timed and (not taken or time.perf_counter() - began < limit):
-        taken.append(_clock(trainer, rows, group))
+        taken.append(_clock(trainer, [read() for _ in range(group)]))
     return statistics.median(taken)
 
 
-def _clock(trainer: Trainer, rows: TrainRows, steps: int) -> float:
-    """Seconds a step of the next so many steps."""
-    read = [_micros(trainer, rows, trainer.done + step) for step in range(steps)]
+def _clock(trainer: Trainer, steps: list[Iterable[Batch]]) -> float:
+    """Seconds a step of so many steps."""
     _wait(trainer.device)
     started = time.perf_counter()
-    for batches in read:
+    for batches in steps:
         trainer.update(batches)
     _wait(trainer.device)
-    return (time.perf_counter() - started) / steps
+    return (time.perf_counter() - started) / len(steps)
 
 
-def _micros(trainer: Trainer, rows: TrainRows, step: int) -> list[Batch]:
-    return [rows.batch(step, micro=micro, micros=trainer.micros) for micro in range(trainer.micros)]
+def _micros(trainer: Trainer, rows: TrainRows) -> list[Batch]:
+    return [rows.batch(trainer.done, micro=micro, micros=trainer.micros) for micro in range(trainer.micros)]
 
 
 def _wait(device: torch.device) -> None:
