@@ -84,6 +84,7 @@ def test_leave(kernels: tuple[ModuleType, str], rows: int, first: bool, before: 
     assert (mine is None) == (truth is None) == (not narrow)
     if mine is not None:
         near(mine, truth)
+        assert torch.allclose(mine[2].cpu(), truth.size, rtol=1e-4)
 
 
 def test_bend(kernels: tuple[ModuleType, str]) -> None:
@@ -105,6 +106,11 @@ def test_rows_in_float8(kernels: tuple[ModuleType, str]) -> None:
         near((mine, one), (truth, one))
     kept = passes.bend_narrow(make(70, 40))[1]
     same(fast.unbend(kept.to(device), h.clone().to(device)), passes.unbend(kept, h.clone()))
+    size, unit = torch.rand(70, 1), torch.tensor(0.3)
+    *mine, values, scale = fast.unbend(kept.to(device), h.clone().to(device), size.to(device), unit.to(device))
+    *truth, rows = passes.unbend_narrow(kept, h.clone(), size, unit)
+    same(mine, truth)
+    near((values, scale), rows)
     angle, gradients = make(S, WIDTH // 2, seed=1), [make(B, HEADS, S, WIDTH, seed=seed) for seed in (2, 3, 4)]
     out, *mine = fast.unturn(*(g.to(device) for g in gradients), angle.cos().to(device), angle.sin().to(device), narrow=True)
     wide, truth = passes.unturn_narrow(*gradients, angle.cos(), angle.sin())

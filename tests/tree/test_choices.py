@@ -129,7 +129,7 @@ def test_what_is_refused(world: Path, tmp_path: Path):
             with pytest.raises(ConfigError, match=f"--{next(iter(options))} is about vectors from the corpus"):
                 build(world, **others, **options)
     for method in ("kmeans", "exchange"):
-        with pytest.raises(TreeError, match="window"):
+        with pytest.raises(ConfigError, match="neighbours stand 1 to 1024 places away, got --window 0"):
             build(world, method=method, window=0)
     with pytest.raises(TreeError, match=r"no tensor gone with a row a token; choose one of backbone\.embedding"):
         build(world, vectors=str(world / "run"), tensor="gone")

@@ -34,6 +34,8 @@ EPS = 1e-5
 FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """Of float8: everything beyond is cut."""
+SIGMAS = 16.0
+"""A row of dx W is about normal with deviation |dx| rms(W): its scale puts so many of them at LARGEST, without looking at the row."""
 GAIN = 8.0
 """Norms and activations are of the order of 1; times 8 their small values keep their digits, and 56 is cut."""
 
@@ -50,6 +52,8 @@ class Narrow(NamedTuple):
 
     values: Tensor
     scale: Float[Tensor, "N one"]
+    size: Float[Tensor, "N one"] | None = None
+    """Euclidean length of the rows, where the next sweep needs it."""
 
 
 class Left(NamedTuple):
@@ -139,7 +143,7 @@ def _gained(x: Tensor) -> Tensor:
 
 def _narrowed(x: Float[Tensor, "N n"]) -> Narrow:
     scale = (x.abs().amax(1, keepdim=True) / LARGEST).clamp(min=1e-30)
-    return Narrow((x / scale).clamp(-LARGEST, LARGEST).to(FLOAT8), scale.float())
+    return Narrow((x / scale).clamp(-LARGEST, LARGEST).to(FLOAT8), scale.float(), x.float().norm(dim=1, keepdim=True))
 
 
 def bend(h: Float[Tensor, "N F"]) -> Float[Tensor, "N F"]:
@@ -162,6 +166,17 @@ def unbend(h: Tensor,
     gate = (twice * (x + 0.044715 * x**3)).sigmoid()  # GELU(x) = x gate
     dh = wide(dout) * (gate + x * gate * (1 - gate) * twice * (1 + 3 * 0.044715 * x**2))
     return dh.to(dout.dtype), (x * gate).to(dout.dtype), dh.sum(0)
+
+
+def unbend_narrow(h: Tensor, dout: Float[Tensor, "N F"], size: Float[Tensor, "N one"],
+                  unit: Float[Tensor, ""]) -> tuple[Float[Tensor, "N F"], Float[Tensor, "N F"], Float[Tensor, "F"], Narrow]:
+    """`unbend`, and dh in float8, too. `size`: the length of the rows of dx that dout = dx W was made of; `unit`: rms(W)."""
+    if (kernels := fast(h)) is not None:
+        dh, again, sums, values, scale = kernels.unbend(h, dout, size, unit)
+        return dh, again, sums, Narrow(values, scale)
+    dh, again, sums = unbend(h, dout)
+    scale = (size * unit * (SIGMAS / LARGEST)).clamp(min=1e-30)
+    return dh, again, sums, Narrow((dh.float() / scale).clamp(-LARGEST, LARGEST).to(FLOAT8), scale)
 
 
 def turn(qkv: Float[Tensor, "B S three heads D"], cos: Float[Tensor, "S half"], sin: Float[Tensor, "S half"]) -> None:

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .passes import EPS, FLOAT8, GAIN, LARGEST
+from .passes import EPS, FLOAT8, GAIN, LARGEST, SIGMAS
 
 ENTER = (8, 4, 4)
 """Rows a program walks, how many are on their way at once, warps."""
@@ -63,7 +63,7 @@ def _enter(x, branch, gate, weight, shift, scale, stream, out, mean, rstd, S, d,
 
 
 @triton.jit
-def _leave(dstream, dout, x, branch, gate, weight, shift, scale, mean, rstd, dx, dbranch, out, sums, narrow, narrow_scale, S, d,
+def _leave(dstream, dout, x, branch, gate, weight, shift, scale, mean, rstd, dx, dbranch, out, sums, narrow, narrow_scale, narrow_size, S, d,
            gate_row, shift_row, scale_row, NARROW: tl.constexpr, LARGEST: tl.constexpr, TILES: tl.constexpr,
            STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STREAM: tl.constexpr, BRANCH: tl.constexpr,
            BEFORE: tl.constexpr, AGAIN: tl.constexpr):
@@ -113,6 +113,7 @@ def _leave(dstream, dout, x, branch, gate, weight, shift, scale, mean, rstd, dx,
             if NARROW:
                 unit = tl.maximum(tl.max(tl.abs(total), 1) / LARGEST, 1e-30)
                 tl.store(narrow_scale + row, unit, mask=s < S)
+                tl.store(narrow_size + row, tl.sqrt(tl.sum(total * total, 1)), mask=s < S)
                 total = tl.minimum(tl.maximum(total / unit[:, None], -LARGEST), LARGEST)
                 tl.store(narrow + at, total.to(narrow.dtype.element_ty), mask=inside)
         if AGAIN:
@@ -149,17 +150,17 @@ def enter(x: Tensor, branch: Tensor | None, gate: Tensor | None, weight: Tensor,
 
 def leave(dstream: Tensor | None, dout: Tensor, x: Tensor, branch: Tensor | None, gate: Tensor | None, weight: Tensor,
           shift: Tensor, scale: Tensor, mean: Tensor, rstd: Tensor, before: bool, again: bool,
-          narrow: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, tuple[Tensor, Tensor] | None]:
+          narrow: bool) -> tuple[Tensor, Tensor | None, Tensor | None, Tensor, tuple[Tensor, ...] | None]:
     B, S, d = x.shape
     tiles, stages, rows, warps = LEAVE
     chunks = triton.cdiv(S, tiles * rows)
     dx = torch.empty_like(x) if dstream is None else dstream
     dbranch = None if branch is None else torch.empty_like(branch)
     sums = torch.empty(B, chunks, 4, d, dtype=torch.float32, device=x.device)
-    eight = _eight(B * S, d, x.device) if narrow else None
+    eight = (*_eight(B * S, d, x.device), torch.empty(B * S, 1, dtype=torch.float32, device=x.device)) if narrow else None
     _leave[(chunks, B)](
         dx, dout, x, x if branch is None else branch, shift if gate is None else gate, weight, shift, scale, mean, rstd, dx,
-        x if dbranch is None else dbranch, dout, sums, *(eight or (x, sums)), S, d, 0 if gate is None else _row(gate),
+        x if dbranch is None else dbranch, dout, sums, *(eight or (x, sums, sums)), S, d, 0 if gate is None else _row(gate),
         _row(shift), _row(scale), NARROW=narrow, LARGEST=LARGEST, TILES=tiles, STAGES=stages, ROWS=rows,
         BLOCK=triton.next_power_of_2(d), STREAM=dstream is not None, BRANCH=branch is not None, BEFORE=before, AGAIN=again,
         num_warps=warps)
@@ -186,8 +187,8 @@ def _bend_narrow(h, out, kept, total, BLOCK: tl.constexpr, GAIN: tl.constexpr, L
 
 
 @triton.jit
-def _unbend(h, dout, again, sums, N, width, ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr,
-            GAIN: tl.constexpr):
+def _unbend(h, dout, again, sums, narrow, narrow_scale, size, unit, N, width, ROWS: tl.constexpr, STAGES: tl.constexpr,
+            BLOCK: tl.constexpr, GAIN: tl.constexpr, NARROW: tl.constexpr, SIGMAS: tl.constexpr, LARGEST: tl.constexpr):
     chunk = tl.program_id(1)
     column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     total = tl.zeros([BLOCK], tl.float32)
@@ -202,6 +203,11 @@ def _unbend(h, dout, again, sums, N, width, ROWS: tl.constexpr, STAGES: tl.const
         total += dx
         tl.store(dout + at, dx.to(dout.dtype.element_ty), mask=inside)
         tl.store(again + at, (x * gate).to(again.dtype.element_ty), mask=inside)
+        if NARROW:
+            step = tl.maximum(tl.load(size + row, mask=row < N, other=0.0) * tl.load(unit) * (SIGMAS / LARGEST), 1e-30)
+            tl.store(narrow_scale + row, step, mask=(row < N) & (tl.program_id(0) == 0))
+            dx = tl.minimum(tl.maximum(dx / step, -LARGEST), LARGEST)
+            tl.store(narrow + at, dx.to(narrow.dtype.element_ty), mask=inside)
     tl.store(sums + chunk.to(tl.int64) * width + column, total, mask=column < width)
 
 
@@ -220,16 +226,19 @@ def bend_narrow(h: Tensor) -> tuple[Tensor, Tensor]:
     return out, kept
 
 
-def unbend(h: Tensor, dout: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def unbend(h: Tensor, dout: Tensor, size: Tensor | None = None, unit: Tensor | None = None) -> tuple[Tensor, ...]:
+    """dh, GELU(h), sums over rows; where the size of what came in is known also dh in float8, and its scales."""
     N, width = h.shape
     rows, stages, block, warps = UNBEND
     chunks = triton.cdiv(N, rows)
     sums = torch.empty(chunks, width, dtype=torch.float32, device=h.device)
-    narrow = h.dtype == FLOAT8
-    again = torch.empty_like(dout) if narrow else h
-    _unbend[(triton.cdiv(width, block), chunks)](h, dout, again, sums, N, width, ROWS=rows, STAGES=stages, BLOCK=block,
-                                                 GAIN=GAIN if narrow else 1.0, num_warps=warps)
-    return dout, again, sums.sum(0)
+    again = torch.empty_like(dout) if h.dtype == FLOAT8 else h
+    eight = None if size is None else _eight(N, width, h.device)
+    _unbend[(triton.cdiv(width, block), chunks)](
+        h, dout, again, sums, *(eight or (dout, sums)), sums if size is None else size, sums if unit is None else unit, N, width,
+        ROWS=rows, STAGES=stages, BLOCK=block, GAIN=GAIN if h.dtype == FLOAT8 else 1.0, NARROW=eight is not None, SIGMAS=SIGMAS,
+        LARGEST=LARGEST, num_warps=warps)
+    return (dout, again, sums.sum(0), *(eight or ()))
 
 
 @triton.jit
