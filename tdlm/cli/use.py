@@ -334,6 +334,7 @@ class StudyVerb:
 
     def _check(self, runs: Sequence[Any]) -> None:
         """What is asked in vain, or is not there, is told before hours of work."""
+        from ..study import study
         from ..train import folder
 
         if self.out is not None and self.out.exists() and not self.out.is_dir():
@@ -345,6 +346,8 @@ class StudyVerb:
         if self.minutes is not None and by_steps:
             say(f"bounded by steps, not by --minutes: {', '.join(by_steps)}")
         self._check_vectors(runs)
+        if self.judge is not None and not study(self.name or "").judged:
+            raise ConfigError(f"study {self.name} generates no text for a judge; leave out --judge")
         if self.judge is not None and not (Path(self.judge) / folder.METRICS).is_file():
             from ..evaluate.judge import check_judge
 

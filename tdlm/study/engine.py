@@ -111,7 +111,8 @@ class Engine:
                 shutil.rmtree(where / checkpoint.FOLDER, ignore_errors=True)
                 return
             self.scores[entry.name] = score = self.evaluated(where)
-        self.say(f"    {score['bound']:.3f} nats/token (unigram {score['ngrams']['unigram']:.3f})")
+        bound = "no finite bound" if score["bound"] is None else f"{score['bound']:.3f} nats/token"
+        self.say(f"    {bound} (unigram {score['ngrams']['unigram']:.3f})")
 
     def done_before(self, entry: Entry) -> bool:
         """Whether the run is complete, as the one that is asked for now: of other settings or other data it is refused."""

@@ -75,6 +75,8 @@ class Study:
     """Tables and figures beside the usual ones; returns what is worth keeping in study.json."""
     needs: str = ""
     """In words, for the list of studies."""
+    judged: bool = False
+    """Whether a judge reads generated text."""
     with_vectors: Callable[[Size, str], Entry] | None = None
     """A further run for token vectors that the user has."""
     tokenizer: str = "bytes"

@@ -139,4 +139,4 @@ def _small_base(size: Size) -> list[Entry]:
 
 SMALL_BASE = Study(
     "small-base", "The paper's table: validation and generative perplexity of all systems at two sizes.", _small_base, generated,
-    needs="a judge (pip install 'tdlm[hf]'; at toy size the study's own left-to-right run reads the samples)")
+    needs="a judge (pip install 'tdlm[hf]'; at toy size the study's own left-to-right run reads the samples)", judged=True)

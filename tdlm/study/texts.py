@@ -134,12 +134,12 @@ FINISHED = "a finished run if there is one (--finished RUN); else it trains its 
 
 
 def _study(name: str, about: str, entries: Callable[[Size], list[Entry]], outcome: Callable[[Collection], dict[str, Any]],
-           more: str = "") -> Study:
-    return Study(name, about, entries, outcome, needs=FINISHED + more)
+           more: str = "", judged: bool = False) -> Study:
+    return Study(name, about, entries, outcome, needs=FINISHED + more, judged=judged)
 
 
 STEP_ALLOCATION = _study(
     "step-allocation", "Seven ways to share the sampler's steps between two levels, read by a judge.", _one_and_judge,
-    step_allocation, "; a judge (pip install 'tdlm[hf]'; at toy size the study trains one)")
+    step_allocation, "; a judge (pip install 'tdlm[hf]'; at toy size the study trains one)", judged=True)
 SAMPLE_SHEETS = _study("sample-sheets", "Samples as they come, at two numbers of steps, from fixed seeds.", _one, sample_sheets)
 PICTURE = _study("picture", "The tree as a map, and how one text is made from coarse to fine.", _one, picture)

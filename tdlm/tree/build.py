@@ -178,9 +178,10 @@ def _check_depth(plan: _Plan, splitting: list[_Node], depth: int) -> None:
     """A node that must be split into clusters needs two more levels."""
     if depth + 2 > plan.max_depth:
         largest = max(len(node.tokens) for node in splitting)
+        way = ("a smaller --branching, or --method kmeans (the reference routine does not enforce its sizes)"
+               if plan.method == "hdlm" else f"K >= {needed(plan.size, plan.max_depth)} with --height {plan.max_depth}")
         raise TreeError(f"a node of {largest} tokens stands at depth {depth} and K={plan.branching}, but --max-depth is "
-                        f"{plan.max_depth}; raise it, or use K >= {needed(plan.size, plan.max_depth)} with "
-                        f"--height {plan.max_depth}")
+                        f"{plan.max_depth}; raise it, or use {way}")
 
 
 def _split_level(plan: _Plan, nodes: list[_Node], depth: int, report: Callable[[int], None],

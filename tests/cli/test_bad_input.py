@@ -195,6 +195,7 @@ MISTAKES = [
     ("study trees --out new --data data --vectors gone.npy", "no embedding file gone.npy"),
     ("study trees --out new --data data --vectors folder/gone.safetensors", "no checkpoint folder/gone.safetensors"),
     ("study trees --out new --data data --vectors gone", "no checkpoint gone; give a .safetensors file, a folder"),
+    ("study branching --out new --data data --judge gpt2", "study branching generates no text for a judge; leave out --judge"),
     ("study small-base --out new --data data --judge ./gone", "gone: no such folder; give the folder of a saved model"),
     ("study small-base --out new --data data --judge gguf:gone.gguf", "no such GGUF file"),
     # published checkpoints
