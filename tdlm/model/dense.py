@@ -22,8 +22,10 @@ from torch.nn import functional as F
 from ..registry import register
 from ..tree.tree import Tree
 from .head import WIDE, wider
-from .kernels.grouped import Groups, grouped_nll
+from .kernels.grouped import Arrangement, Groups, grouped_nll
 from .kernels.linear_ce import linear_cross_entropy
+from .kernels.rows import take
+from .kernels.sorted_ce import sorted_cross_entropy
 
 
 def leaf_order(tree: Tree) -> Int[Tensor, "V"]:
@@ -63,7 +65,7 @@ class DenseHead(nn.Module):
         self.bias = nn.Parameter(torch.zeros(tree.size))
         order = leaf_order(tree)
         first, end = stretches(tree, order)
-        self.clusters = Groups(tree, highest=1) if tree.height == 2 and tree.size >= WIDE else None
+        self.clusters = Groups(tree, highest=1) if tree.height == 2 else None
         height = tree.node_height()
         rank = torch.argsort(torch.argsort(height * tree.size + first))  # height by height, from left to right
         tables = {"order": order, "first": first, "end": end, "height": height, "rank": rank,
@@ -98,18 +100,37 @@ class DenseHead(nn.Module):
                  share: Float[Tensor, "M"]) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
         """(sum of share x nll, nll) for two levels over a large vocabulary: the clusters of MASK without keeping all logits,
         the tokens of all clusters as one grouped product."""
-        if self.clusters is None or hidden.dtype == torch.float64:  # torch has no grouped product in float64
+        if self.clusters is None or self.tokens < WIDE or hidden.dtype == torch.float64:  # there is no grouped product in float64
             nll = self.nll(hidden, parent, slot)
             return (nll * share.to(nll.dtype)).sum(), nll.detach()
         root = parent == len(self.first) - 1
         row = root.nonzero()[:, 0]
-        child = self.child_table[-1][slot[row]]
-        matrix, bias = F.embedding(self.order, self._matrix()), self.bias[self.order]
-        total, top = linear_cross_entropy(hidden[row], matrix, bias, self.first[child], share[row], until=self.end[child])
+        total, top = self._top(hidden[row], slot[row], share[row])
         low = grouped_nll(hidden, parent, slot, self._matrix(), self.bias, self.clusters)
         low = low.masked_fill(root, 0)
         nll = low.detach().index_copy(0, row, top.to(low.dtype))
         return total + (low * share.to(low.dtype)).sum(), nll
+
+    def arrange(self, parent: Int[Tensor, "M"], slot: Int[Tensor, "M"]) -> Arrangement | None:
+        """Two levels: the clusters one after another, behind them MASK."""
+        return None if self.clusters is None else self.clusters.arrange(parent)
+
+    def sorted(self, hidden: Float[Tensor, "M d"], slot: Int[Tensor, "M"], share: Float[Tensor, "M"],
+               order: Arrangement) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
+        """`weighted` of positions that lie in this order: nothing waits for the device."""
+        assert self.clusters is not None
+        edge = order.bounds[-1]
+        total, top = self._top(hidden[edge:], slot[edge:], share[edge:])
+        below, low = sorted_cross_entropy(hidden[:edge], self._matrix(), self.bias, slot[:edge], share[:edge], order.group[:edge],
+                                          order.ends, order.bounds, self.clusters)
+        return total + below, torch.cat([low, top.to(low.dtype)])
+
+    def _top(self, hidden: Float[Tensor, "M d"], slot: Int[Tensor, "M"],
+             share: Float[Tensor, "M"]) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
+        """The root's children, each a stretch of the tokens from left to right."""
+        child = self.child_table[-1][slot]
+        matrix, bias = take(self._matrix(), self.order), take(self.bias[:, None], self.order)[:, 0]
+        return linear_cross_entropy(hidden, matrix, bias, self.first[child], share, until=self.end[child])
 
     def _groups(self, hidden: Tensor, parent: Tensor) -> Iterator[tuple[int, Tensor]]:
         """For each run of equal parents: the node and the logits (m, n) of the n tokens below it.

@@ -12,7 +12,7 @@ Children fill slots 0..n-1, so the mask is `arange(K) < num_children[parent]`; n
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Float, Int
@@ -44,14 +44,15 @@ class Head(Protocol):
         ...
 
 
-def arranged(head: Head, parent: Int[Tensor, "M"]) -> Arrangement | None:
-    """The order in which a head wants positions whose parents the processor knows; None for a head that takes any."""
+def arranged(head: Head, parent: Int[Tensor, "M"], slot: Int[Tensor, "M"]) -> Any:
+    """The order in which a head wants positions whose questions the processor knows (`order.order`), with what `sorted` needs
+    besides (`order.to` brings it to a GPU); None for a head that takes any."""
     arrange = getattr(head, "arrange", None)
-    return None if arrange is None else arrange(parent)
+    return None if arrange is None else arrange(parent, slot)
 
 
 def weighted_nll(head: Head, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], slot: Int[Tensor, "M"],
-                 share: Float[Tensor, "M"], order: Arrangement | None = None) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
+                 share: Float[Tensor, "M"], order: Any = None) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
     """(sum of share x nll, which is differentiated; nll, which is published). A head that knows the shares in advance may
     make its gradients while it has the logits, and offers `weighted` for it. `order`: positions lie as `arranged` says."""
     if order is not None:
@@ -163,6 +164,7 @@ class TiedHead(_Head):
         self._embedding = (embedding,)  # in a tuple: the backbone owns the parameter, saving it twice would be wrong
         self.bias = nn.Parameter(torch.zeros(embedding.num_embeddings)) if bias else None
         self.register_buffer("child_table", tree.children.clone(), persistent=False)
+        self.in_order = self.flat and torch.equal(tree.children[0], torch.arange(tree.size, device=tree.children.device))
         self.groups = Groups(tree) if FEW < tree.branching < WIDE else None
 
     def start_at(self, mass: Float[Tensor, "N"]) -> None:
@@ -177,7 +179,7 @@ class TiedHead(_Head):
     def column(self, slot: Tensor) -> Tensor:
         return self.child_table[0][slot]
 
-    def arrange(self, parent: Int[Tensor, "M"]) -> Arrangement | None:
+    def arrange(self, parent: Int[Tensor, "M"], slot: Int[Tensor, "M"]) -> Arrangement | None:
         return None if self.groups is None else self.groups.arrange(parent)
 
     def sorted(self, hidden: Float[Tensor, "M d"], slot: Int[Tensor, "M"], share: Float[Tensor, "M"],
@@ -200,10 +202,11 @@ class TiedHead(_Head):
         return self._gathered(hidden, parent) if self.branching <= FEW else self._by_parent(hidden, parent)
 
     def _rooted(self, hidden: Tensor) -> Tensor:
-        """One parent: a plain product with the rows of its children."""
-        kids = self.child_table[0]
-        logits = wider(hidden @ F.embedding(kids, self._embedding[0].weight).to(hidden.dtype).T)
-        return logits if self.bias is None else logits + self.bias[kids]
+        """One parent: a plain product with the rows of its children, which mostly are the first rows as they stand."""
+        kids, weight = self.child_table[0], self._embedding[0].weight
+        rows = weight[: self.tokens] if self.in_order else F.embedding(kids, weight)
+        logits = wider(hidden @ rows.to(hidden.dtype).T)
+        return logits if self.bias is None else logits + (self.bias[: self.tokens] if self.in_order else self.bias[kids])
 
     def _gathered(self, hidden: Tensor, parent: Tensor) -> Tensor:
         """Every position its own few rows (a token stands for itself)."""

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..errors import SampleError
+from ..model.head import arranged
 from ..model.model import Network
 from ..registry import suggest
 from ..rng import Draws
@@ -107,6 +108,21 @@ def in_pad_mode(objective: _Some, pad: Pad) -> _Some:
 
 def is_pad(tokens: Tensor, pad_id: int | None) -> Tensor:
     return tokens == pad_id if pad_id is not None else torch.zeros_like(tokens, dtype=torch.bool)
+
+
+def beside(draws: Draws, tokens: Tensor) -> Draws:
+    """The numbers where the tokens are: the processor makes its part of the loss where it has them."""
+    return draws if tokens.device.type == draws.device.type else draws.here()
+
+
+def sorts(values: Tensor, device: torch.device) -> bool:
+    """Whether positions are put in the head's order beforehand: the processor does it while a GPU is busy."""
+    return device.type == "cuda" and not values.is_cuda
+
+
+def ordered(head: Any, parent: Tensor, slot: Tensor, device: torch.device) -> Any:
+    """The order in which the head wants these questions, where the processor may put them so (`head.arranged`)."""
+    return arranged(head, parent, slot) if sorts(parent, device) else None
 
 
 def by_row(row: Tensor, values: Tensor, rows: int) -> Tensor:

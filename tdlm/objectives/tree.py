@@ -26,8 +26,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from ..errors import ConfigError
-from ..model.head import Shared, arranged, weighted_nll
-from ..model.kernels.grouped import Arrangement
+from ..model.head import Shared, weighted_nll
 from ..model.kernels.rows import take
 from ..model.model import Network
 from ..process import Cascade, Moment, corrupt
@@ -36,7 +35,7 @@ from ..rng import Draws, sent
 from ..sample import Sampled, confidence, first_hitting, generate
 from ..sample.walk import Alone, Reader, from_units, in_units
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler, in_pad_mode, is_pad
+from .base import Estimator, Loss, Pad, by_row, choose_sampler, in_pad_mode, is_pad, ordered
 
 
 def level_weights(kind: str, gamma: float, height: int) -> Float[Tensor, "H"]:
@@ -104,7 +103,8 @@ class Sheet:
     share: Float[Tensor, "M"]
     unseen: Bool[Tensor, "M"] | None
     """Terms that are left out."""
-    order: Arrangement | None
+    order: Any
+    """The head's own (`head.arranged`), or None."""
 
 
 @dataclass(frozen=True)
@@ -115,11 +115,6 @@ class Prepared:
 
 SAMPLERS: dict[str, Callable[..., Sampled]] = {"ancestral": generate, "first-hitting": first_hitting,
                                                "confidence": confidence}
-
-
-def sorts(tokens: Tensor, device: torch.device) -> bool:
-    """Whether positions are put in the head's order beforehand: the processor does it while a GPU is busy."""
-    return device.type == "cuda" and not tokens.is_cuda
 
 
 class TreeObjective:
@@ -195,17 +190,22 @@ class TreeObjective:
               device: torch.device) -> Sheet:
         nodes, active = self.active(tokens, heights, moment)
         place = active.flatten().nonzero()[:, 0]
-        order = arranged(head, nodes.flatten()[place]) if sorts(tokens, device) else None
+        level, slot = self.questions(tokens, heights, place)
+        order = ordered(head, nodes.flatten()[place], slot, device)
         if order is not None:
-            place = place[order.order]
+            place, level, slot = place[order.order], level[order.order], slot[order.order]
             order = order.to(device)
-        row, column = place // tokens.shape[1], place % tokens.shape[1]
-        level = heights[row, column] - 1
-        slot = self.tables(tokens).slot[level, tokens[row, column]]
+        row = place // tokens.shape[1]
         share = moment.train_weight[row, level] * sent(self.level_weights, level.device)[level] / tokens.numel()
         unseen = sent(is_pad(tokens, self.pad_id).flatten()[place], device) if self.pad == "drop" else None
-        return Sheet(moment.to(device), sent(nodes, device), sent(place, device), sent(nodes[row, column], device),
+        return Sheet(moment.to(device), sent(nodes, device), sent(place, device), sent(nodes.flatten()[place], device),
                      sent(row, device), sent(level, device), sent(slot, device), sent(share, device), unseen, order)
+
+    def questions(self, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"],
+                  place: Int[Tensor, "M"]) -> tuple[Int[Tensor, "M"], Int[Tensor, "M"]]:
+        """Level and right answer of some positions."""
+        level = heights.flatten()[place] - 1
+        return level, self.tables(tokens).slot[level, tokens.flatten()[place]]
 
     def ask(self, model: Network, sheet: Sheet) -> Terms:
         hidden = model.hidden(sheet.nodes, sheet.moment.time, sheet.moment.level)

@@ -71,19 +71,30 @@ def test_choose(kernels: tuple[ModuleType, str], offset: bool, gradient: bool) -
     assert torch.equal(theirs, logits) != gradient
 
 
-def test_choose_wide(kernels: tuple[ModuleType, str], monkeypatch: pytest.MonkeyPatch) -> None:
-    """In pieces that do not divide the classes, with padding that is no class."""
+@pytest.mark.parametrize("stretch", [False, True])
+def test_choose_wide(kernels: tuple[ModuleType, str], stretch: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In pieces that do not divide the classes, with padding that is no class, and stretches of one class, of pieces, of all."""
     fast, device = kernels
     monkeypatch.setattr(fast, "CHUNK", 16)
-    logits, target, share = make(20, 70) * 5, whole(61, 20), torch.rand(20)
+    logits, share, low, high = make(20, 70) * 5, torch.rand(20), whole(61, 20), None
+    if stretch:
+        high = torch.minimum(low + 1 + whole(40, 20, seed=2), torch.tensor(61))
+        low[:3], high[:3] = torch.tensor([0, 16, 60]), torch.tensor([61, 32, 61])
+        logits[4, low[4]:high[4]] -= 300  # far below the rest
     offset = torch.cat([make(61, seed=1), torch.full((9,), -torch.inf)])
     leaf = logits.clone().requires_grad_()
-    truth = F.cross_entropy(leaf + offset, target, reduction="none")
+    if high is None:
+        truth = F.cross_entropy(leaf + offset, low, reduction="none")
+    else:
+        value = leaf + offset
+        truth = value.logsumexp(1) - torch.stack([value[m, low[m]:high[m]].logsumexp(0) for m in range(20)])
     (slope,) = torch.autograd.grad((truth * share).sum(), leaf)
-    ours = logits.clone().to(device)
-    nll = fast.choose_wide(ours, offset.to(device), target.to(device), share.to(device))
-    assert torch.allclose(nll.cpu(), truth, atol=1e-4) and torch.allclose(ours.cpu(), slope, atol=1e-5)
-    assert torch.allclose(fast.choose_wide(logits.to(device), offset.to(device), target.to(device), None).cpu(), truth, atol=1e-4)
+    for choose, place in ((fast.choose_wide, device), (rows.choose_wide, "cpu")):
+        ours, until = logits.clone().to(place), None if high is None else high.to(place)
+        silent = choose(ours, offset.to(place), low.to(place), None, until)
+        assert torch.equal(ours.cpu(), logits) and torch.allclose(silent.cpu(), truth, atol=1e-4)
+        nll = choose(ours, offset.to(place), low.to(place), share.to(place), until)
+        assert torch.allclose(nll.cpu(), truth, atol=1e-4) and torch.allclose(ours.cpu(), slope, atol=1e-5)
 
 
 def test_the_embedding_and_the_rows_taken() -> None:
@@ -110,7 +121,7 @@ def test_sorted_cross_entropy_is_the_heads(nested: list, bias: bool, monkeypatch
     some = tree.num_children[parent] > 1
     parent, slot = parent[some], slot[some]
     hidden, share = make(len(parent), 16).requires_grad_(), torch.rand(len(parent))
-    order = arranged(head, parent)
+    order = arranged(head, parent, slot)
     assert order is not None
     total, nll = weighted_nll(head, hidden[order.order], parent[order.order], slot[order.order], share[order.order], order)
     plain = head.nll(hidden, parent, slot)

@@ -10,8 +10,7 @@ from tdlm.assemble import Assembly, assemble
 from tdlm.config import BackboneConfig
 from tdlm.errors import ConfigError
 from tdlm.model.head import PerLevel, Shared, Tied
-from tdlm.objectives import TreeMethod
-from tdlm.objectives import tree as module
+from tdlm.objectives import TreeMethod, base
 from tdlm.process import Cascade, Hierarchical, Overlapping
 from tdlm.recipes import recipe
 from tdlm.rng import Draws
@@ -48,7 +47,7 @@ def test_positions_may_be_put_in_the_heads_order(head, process, pad, monkeypatch
     tokens[2:, 3:] = PAD
     answers = []
     for everything in (False, True):
-        monkeypatch.setattr(module, "sorts", lambda tokens, device, everything=everything: everything)
+        monkeypatch.setattr(base, "sorts", lambda tokens, device, everything=everything: everything)
         loss = assembly.objective.with_pad(pad).loss(assembly.model, tokens, draws=Draws(0, 0, "all", torch.arange(6)))
         gradients = torch.autograd.grad(loss.train, list(assembly.model.parameters()), allow_unused=True)
         answers.append([loss.train, loss.bound, loss.parts["levels"], *(g for g in gradients if g is not None)])

@@ -15,16 +15,13 @@ A flat model's strongest form: the efficiency of a tree is to be measured agains
 """
 from __future__ import annotations
 
-import functools
-import importlib.util
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from .rows import fast
+from .rows import choose_wide
 
 BLOCK_BYTES = 1 << 29
 """Memory for one block of logits."""
@@ -63,8 +60,9 @@ def _blocks(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     count, real = len(hidden), weight.shape[0]
-    wide = -(-real // ALIGNED) * ALIGNED
-    rows = max(1, min(count, BLOCK_BYTES // (wide * dtype.itemsize) // ALIGNED * ALIGNED))
+    wide = _rounded(real)
+    rows = max(1, BLOCK_BYTES // (wide * dtype.itemsize) // ALIGNED * ALIGNED)
+    rows = min(rows, _rounded(-(-count // max(1, -(-count // rows)))) or 1)  # equal blocks, no small one left at the end
     h = hidden.detach().to(dtype)
     nll = torch.empty(count, device=h.device, dtype=torch.promote_types(torch.float32, dtype))
     matrix, offset = torch.zeros(wide, h.shape[1], device=h.device, dtype=dtype), torch.zeros_like(nll[:1]).repeat(wide)
@@ -73,60 +71,22 @@ def _blocks(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor,
         offset[:real] = bias.detach()
     offset[real if classes is None else classes:] = -torch.inf
     grads = None if share is None else (torch.empty_like(h), torch.zeros_like(matrix, dtype=nll.dtype), torch.zeros_like(offset))
-    with torch.autocast(device, enabled=False):
+    room = torch.empty(min(rows, count), wide, device=h.device, dtype=dtype)
+    with torch.autocast(device, enabled=False), torch.no_grad():
         for start in range(0, count, rows):
             part = slice(start, start + rows)
-            logits, end = h[part] @ matrix.T, None if until is None else until[part]
-            if grads is None or share is None:
-                nll[part] = _nll(logits, offset, target[part], end)
-                continue
-            nll[part], dlogits, dbias = _visit(logits, offset, target[part], share[part], end)
-            grads[0][part] = dlogits @ matrix
-            grads[1].add_(dlogits.T @ h[part])
-            grads[2].add_(dbias)
+            logits = torch.mm(h[part], matrix.T, out=room[:min(rows, count - start)])
+            nll[part] = choose_wide(logits, offset, target[part], None if share is None else share[part],
+                                    None if until is None else until[part])
+            if grads is not None:  # the logits' gradient lies in their place now
+                grads[0][part] = logits @ matrix
+                grads[1].add_(logits.T @ h[part])
+                grads[2].add_(logits.sum(0, dtype=offset.dtype))
     if grads is None:
         return nll, None, None, None
     return (nll, grads[0].to(hidden.dtype), grads[1][:real].to(weight.dtype),
             None if bias is None else grads[2][:real].to(bias.dtype))
 
 
-def _nll(logits: Tensor, offset: Tensor, target: Tensor, until: Tensor | None) -> Tensor:
-    values = logits.to(torch.promote_types(torch.float32, logits.dtype)) + offset
-    if until is None:
-        return values.logsumexp(-1) - values.gather(1, target[:, None])[:, 0]
-    return values.logsumexp(-1) - values.masked_fill(~_stretch(values, target, until), -torch.inf).logsumexp(-1)
-
-
-def _stretch(values: Tensor, target: Tensor, until: Tensor) -> Tensor:
-    classes = torch.arange(values.shape[1], device=values.device)
-    return (classes >= target[:, None]) & (classes < until[:, None])
-
-
-def _visit(logits: Tensor, offset: Tensor, target: Tensor, share: Tensor, until: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    """nll of some rows, the gradient of their logits (in their place where it can be) and its sum over them."""
-    if until is None and (kernels := fast(logits)) is not None:
-        nll = kernels.choose_wide(logits, offset, target, share)
-        return nll, logits, logits.sum(0, dtype=offset.dtype)
-    return (_compiled_slope() if logits.is_cuda else _slope)(logits, offset, target, share, until)
-
-
-def _slope(logits: Tensor, offset: Tensor, target: Tensor, share: Tensor, until: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-    values = logits.to(torch.promote_types(torch.float32, logits.dtype)) + offset
-    normaliser = values.logsumexp(-1, keepdim=True)
-    if until is None:
-        aim = values.gather(1, target[:, None])
-        wanted = (torch.arange(logits.shape[1], device=logits.device) == target[:, None]).to(values.dtype)
-    else:
-        inside = values.masked_fill(~_stretch(values, target, until), -torch.inf)
-        aim = inside.logsumexp(-1, keepdim=True)
-        wanted = (inside - aim).exp()
-    dlogits = ((values - normaliser).exp() - wanted) * share[:, None].to(values.dtype)
-    return (normaliser - aim)[:, 0], dlogits.to(logits.dtype), dlogits.sum(0)
-
-
-@functools.cache
-def _compiled_slope() -> Callable[..., tuple[Tensor, Tensor, Tensor]]:
-    """`_slope` in two passes over a block instead of ten, where a compiler for the GPU is at hand."""
-    if importlib.util.find_spec("triton") is None:
-        return _slope
-    return torch.compile(_slope, dynamic=None)
+def _rounded(size: int) -> int:
+    return -(-size // ALIGNED) * ALIGNED

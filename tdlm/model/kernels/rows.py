@@ -69,6 +69,22 @@ def choose(logits: Float[Tensor, "M n"], offset: Float[Tensor, "G n"] | None, gr
     return -log_p.gather(1, slot[:, None].long())[:, 0]
 
 
+def choose_wide(logits: Float[Tensor, "M n"], offset: Float[Tensor, "n"], target: Int[Tensor, "M"],
+                share: Float[Tensor, "M"] | None, until: Int[Tensor, "M"] | None = None) -> Float[Tensor, "M"]:
+    """-log of what softmax(logits + offset) gives class `target`, or all of target <= v < until. With shares, the gradient of
+    sum(share nll) takes the logits' place: share (softmax - softmax within the stretch)."""
+    if (kernels := fast(logits)) is not None:
+        return kernels.choose_wide(logits, offset, target, share, until)
+    value = logits.to(torch.promote_types(torch.float32, logits.dtype)) + offset
+    classes, low = torch.arange(value.shape[1], device=value.device), target[:, None]
+    inside = classes == low if until is None else (classes >= low) & (classes < until[:, None])
+    within = value.masked_fill(~inside, -torch.inf)
+    normaliser, aim = value.logsumexp(-1, keepdim=True), within.logsumexp(-1, keepdim=True)
+    if share is not None:
+        logits.copy_(((value - normaliser).exp() - (within - aim).exp()) * share[:, None].to(value.dtype))
+    return (normaliser - aim)[:, 0]
+
+
 class Embed(torch.autograd.Function):
     """Rows of the embedding as the start of the stream, in its dtype; backwards the gradients of equal nodes are added up in
     runs instead of one by one (half of all positions may show the root)."""
@@ -109,3 +125,8 @@ def embed(embedding: nn.Embedding, nodes: Int[Tensor, "B S"], dtype: torch.dtype
 
 def take(hidden: Float[Tensor, "N d"], index: Int[Tensor, "M"]) -> Float[Tensor, "M d"]:
     return Take.apply(hidden, index)  # type: ignore[no-any-return]
+
+
+def take_parts(hidden: Float[Tensor, "N d"], index: Int[Tensor, "M"], sizes: list[int]) -> Float[Tensor, "M d"]:
+    """Rows that are taken again, but not within one of the parts of these sizes."""
+    return torch.cat([take(hidden, part) for part in index.split(sizes)])

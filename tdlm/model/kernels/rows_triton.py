@@ -4,6 +4,7 @@
     place        out[target[i]] = values[source[i]]; targets are distinct
     add_runs     out[key[i]] += values[order[i]], keys sorted: runs of one key are added up before they meet memory
     choose       of rows of logits: nll of the wanted class, and share (softmax - onehot) in place of the logits
+    choose_wide  the same for rows that no program holds at once; wanted may be a stretch of classes, all as good
 """
 # pyright: reportIndexIssue=false, reportMissingImports=false
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 RUN = 32
 """Rows that a program of `add_runs` walks."""
 CHUNK = 4096
-"""Classes that a program of `choose` holds at once, for wide rows."""
+"""Classes that a program of `choose_wide` holds at once."""
 
 
 @triton.jit
@@ -83,13 +84,20 @@ def _choose(logits, offset, group, limit, slot, share, nll, n, stride, BLOCK: tl
 
 
 @triton.jit
-def _choose_wide(logits, offset, target, share, nll, stride, n: tl.constexpr, BLOCK: tl.constexpr, GRADIENT: tl.constexpr):
-    """A row in pieces, twice: first its normaliser, then (still in the cache) its gradient. Padding classes have offset -inf."""
+def _choose_wide(logits, offset, target, until, share, nll, stride, n: tl.constexpr, BLOCK: tl.constexpr, STRETCH: tl.constexpr,
+                 GRADIENT: tl.constexpr):
+    """A row in pieces, twice: first its normaliser (and that of the wanted stretch, which may lie far below the rest: it has a
+    maximum of its own), then (still in the cache) its gradient. Padding classes have offset -inf."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
+    low = tl.load(target + row).to(tl.int64)
     column = tl.arange(0, BLOCK)
     best = tl.full([BLOCK], -1e30, tl.float32)
     total = tl.zeros([BLOCK], tl.float32)
+    if STRETCH:
+        high = tl.load(until + row).to(tl.int64)
+        best_inside = tl.full([BLOCK], -1e30, tl.float32)
+        total_inside = tl.zeros([BLOCK], tl.float32)
     for start in range(0, n, BLOCK):
         at = start + column
         value = tl.load(logits + at, mask=at < n, other=0.0).to(tl.float32)
@@ -97,11 +105,20 @@ def _choose_wide(logits, offset, target, share, nll, stride, n: tl.constexpr, BL
         higher = tl.maximum(best, value)
         total = total * tl.exp(best - higher) + tl.exp(value - higher)
         best = higher
+        if STRETCH:  # noqa: SIM102 - one is decided by the compiler, the other row by row
+            if (start < high) & (start + BLOCK > low):
+                inside = (at >= low) & (at < high)
+                higher = tl.maximum(best_inside, tl.where(inside, value, -1e30))
+                total_inside = total_inside * tl.exp(best_inside - higher) + tl.where(inside, tl.exp(value - higher), 0.0)
+                best_inside = higher
     top = tl.max(best, 0)
     normaliser = top + tl.log(tl.sum(total * tl.exp(best - top), 0))
-    aim = tl.load(target + row).to(tl.int64)
-    wanted = tl.load(logits + aim).to(tl.float32) + tl.load(offset + aim)
-    tl.store(nll + row, normaliser - wanted)
+    if STRETCH:
+        top = tl.max(best_inside, 0)
+        aim = top + tl.log(tl.sum(total_inside * tl.exp(best_inside - top), 0))
+    else:
+        aim = tl.load(logits + low).to(tl.float32) + tl.load(offset + low)
+    tl.store(nll + row, normaliser - aim)
     if GRADIENT:
         weight = tl.load(share + row).to(tl.float32)
         tl.debug_barrier()  # all have read the wanted logit before it is overwritten
@@ -109,8 +126,13 @@ def _choose_wide(logits, offset, target, share, nll, stride, n: tl.constexpr, BL
             at = start + column
             value = tl.load(logits + at, mask=at < n, other=0.0).to(tl.float32)
             value += tl.load(offset + at, mask=at < n, other=-float("inf"))
-            slope = (tl.exp(value - normaliser) - (at == aim).to(tl.float32)) * weight
-            tl.store(logits + at, slope.to(logits.dtype.element_ty), mask=at < n)
+            slope = tl.exp(value - normaliser)
+            if STRETCH:
+                if (start < high) & (start + BLOCK > low):
+                    slope -= tl.where((at >= low) & (at < high), tl.exp(value - aim), 0.0)
+            else:
+                slope -= (at == low).to(tl.float32)
+            tl.store(logits + at, (slope * weight).to(logits.dtype.element_ty), mask=at < n)
 
 
 def gather(table: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
@@ -148,10 +170,11 @@ def choose(logits: Tensor, offset: Tensor | None, group: Tensor, limit: Tensor, 
     return nll
 
 
-def choose_wide(logits: Tensor, offset: Tensor, target: Tensor, share: Tensor | None) -> Tensor:
+def choose_wide(logits: Tensor, offset: Tensor, target: Tensor, share: Tensor | None, until: Tensor | None) -> Tensor:
     M, n = logits.shape
     nll = torch.empty(M, dtype=torch.float32, device=logits.device)
     if M:
-        _choose_wide[(M,)](logits, offset, target, nll if share is None else share, nll, logits.stride(0), n=n, BLOCK=CHUNK,
-                           GRADIENT=share is not None, num_warps=8)
+        block = CHUNK if until is None else CHUNK // 2  # a stretch has sums of its own: as many registers
+        _choose_wide[(M,)](logits, offset, target, target if until is None else until, nll if share is None else share, nll,
+                           logits.stride(0), n=n, BLOCK=block, STRETCH=until is not None, GRADIENT=share is not None, num_warps=8)
     return nll
