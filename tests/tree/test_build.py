@@ -96,7 +96,7 @@ def test_heights_by_clustering_vectors_of_gpt2s_number(k: int, height: int, aske
     ({"branching": 5, "counts": np.ones(39)}, "counts are for 39 tokens, the tree has 40"),
     ({"branching": 5, "method": "frequency"}, "needs token counts: give --data"),
     ({"branching": 7, "height": 2, "method": "hdlm"}, "cannot keep to a height"),
-    ({"branching": 8, "method": "hdlm", "max_depth": 3}, "raise it, or use a smaller --branching, or --method kmeans"),
+    ({"branching": 3, "method": "hdlm", "max_depth": 4}, "raise it, or use a smaller --branching, or --method kmeans"),
     ({"branching": 2, "complete": False}, "no tree of K=2 over 40 tokens has 6 real choices"),
     ({"branching": 5, "complete": False, "height": 6}, "no tree of K=5 over 40 tokens has 6 real choices")])
 def test_requests_that_cannot_be_met(request_: dict[str, Any], says: str):

@@ -35,7 +35,7 @@ FLOAT8 = torch.float8_e4m3fn
 LARGEST = 448.0
 """Of float8: everything beyond is cut."""
 SIGMAS = 16.0
-"""A row of dx W is about normal with deviation |dx| rms(W): its scale puts so many of them at LARGEST, without looking at the row."""
+"""A row of dx W is about normal with deviation |dx| rms(W): so many of them are put at LARGEST, without a look at the row."""
 GAIN = 8.0
 """Norms and activations are of the order of 1; times 8 their small values keep their digits, and 56 is cut."""
 

@@ -63,8 +63,8 @@ def _enter(x, branch, gate, weight, shift, scale, stream, out, mean, rstd, S, d,
 
 
 @triton.jit
-def _leave(dstream, dout, x, branch, gate, weight, shift, scale, mean, rstd, dx, dbranch, out, sums, narrow, narrow_scale, narrow_size, S, d,
-           gate_row, shift_row, scale_row, NARROW: tl.constexpr, LARGEST: tl.constexpr, TILES: tl.constexpr,
+def _leave(dstream, dout, x, branch, gate, weight, shift, scale, mean, rstd, dx, dbranch, out, sums, narrow, narrow_scale,
+           narrow_size, S, d, gate_row, shift_row, scale_row, NARROW: tl.constexpr, LARGEST: tl.constexpr, TILES: tl.constexpr,
            STAGES: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr, STREAM: tl.constexpr, BRANCH: tl.constexpr,
            BEFORE: tl.constexpr, AGAIN: tl.constexpr):
     """ROWS rows at once, so that their loads and their sums over channels overlap."""
