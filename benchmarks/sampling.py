@@ -121,7 +121,7 @@ def shipped(model: Any, objective: Any, shape: tuple[int, int], times: list[floa
     """Each step makes x_theta, q_s, q_t, the kernel's row and their product over all tokens and MASK at every position."""
     process, device = objective.process, objective.tree.ancestor.device
     state = torch.full((shape[0] * shape[1], 1), process.size, device=device)
-    network = replay.Replay(model)
+    network = replay.Replay(model, shape[0])
     with autocast(device, "bfloat16"):
         for t, s in itertools.pairwise(times):
             hidden = network.hidden(state.view(shape), torch.full((shape[0],), t, device=device), None)

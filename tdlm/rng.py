@@ -7,6 +7,8 @@ torch as it does in C.
 """
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import xxhash
 from torch import Tensor
@@ -104,6 +106,19 @@ class Draws:
         for size in shape:
             count *= size
         return self._sent(to_uniform(words(self.rows, count, *self.parts, tag)).view(len(self.rows), *shape))
+
+    def uniforms(self, tags: Sequence[str], columns: int) -> Tensor:
+        """`uniform` of each tag, (tags, rows, columns), made at once."""
+        column = torch.arange(1, columns + 1, device=self.rows.device)
+        return self._sent(to_uniform(_mix(self._starts(tags)[..., None] + column * _GOLDEN)))
+
+    def single(self, tags: Sequence[str], tag: Tensor, row: Tensor, column: Tensor) -> Tensor:
+        """Single numbers: of tags[tag] in the given row (counted from 0) and column."""
+        return self._sent(to_uniform(_mix(self._starts(tags)[tag, row] + (column + 1) * _GOLDEN)))
+
+    def _starts(self, tags: Sequence[str]) -> Tensor:
+        keys = torch.tensor([key(*self.parts, tag) for tag in tags], device=self.rows.device)
+        return _mix(self.rows.to(torch.int64) * _GOLDEN + keys[:, None])
 
     def strata(self, tag: str) -> Tensor:
         """One uniform a row, evenly spaced over the *global* batch: (permutation(row) + U) / total with a common U.

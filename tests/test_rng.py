@@ -29,3 +29,11 @@ def test_every_stretch_of_one_over_the_batch_holds_a_time(total):
     times = Draws(0, 1, "train", torch.arange(total)).strata("time").sort().values
     assert torch.equal((times * total).floor(), torch.arange(total).double())
     assert torch.allclose(times.diff(), torch.full((total - 1,), 1 / total, dtype=torch.float64), rtol=0, atol=1e-15)
+
+
+def test_many_numbers_at_once_are_the_numbers_one_by_one():
+    draws, tags = Draws(3, 5, "sample", torch.tensor([4, 0, 7])), ["height 0", "height 1"]
+    each = torch.stack([draws.uniform(tag, 6) for tag in tags])
+    assert torch.equal(draws.uniforms(tags, 6), each)
+    tag, row, column = (torch.arange(36) // 18, torch.arange(36) // 6 % 3, torch.arange(36) % 6)
+    assert torch.equal(draws.single(tags, tag, row, column), each.flatten())

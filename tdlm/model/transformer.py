@@ -18,7 +18,7 @@ from torch.nn import functional as F
 from ..config import BackboneConfig
 from .kernels.recording import Recording
 from .kernels.rows import embed
-from .kernels.stack import Weights, stack
+from .kernels.stack import Kept, Weights, stack
 
 SINUSOIDS = 256
 
@@ -167,6 +167,7 @@ class Backbone(nn.Module):
         self.final_norm = Norm(d)
         self.final_modulation = zeroed(nn.Linear(c, 2 * d))
         self.head_width = d // config.heads
+        self.kept = Kept()
 
     def forward(self, nodes: Int[Tensor, "B S"], time: Float[Tensor, "B"],
                 level: Int[Tensor, "B"] | None) -> Float[Tensor, "B S d"]:
@@ -190,7 +191,7 @@ class Backbone(nn.Module):
         blocks = [block.weights() for block in self.blocks]  # pyright: ignore[reportCallIssue]
         heads, float8 = self.width // self.head_width, self.float8 and narrow and torch.is_grad_enabled()
         return stack(x, modulations, cos, sin, blocks, self.final_norm.weight, heads, dtype, lean=self.fused == "lean",
-                     float8=float8, recording=self.recording)
+                     float8=float8, recording=self.recording, kept=self.kept)
 
     def _modulations(self, condition: Float[Tensor, "B c"]) -> Float[Tensor, "#B sites3 d"]:
         """Shift, scale and gate of every norm, the last without a gate; of all sequences at once where nothing is told."""

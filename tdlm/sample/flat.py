@@ -183,7 +183,7 @@ class _Walk:
 
     def __init__(self, model: Network, rule: Rule, tree: Tree, fixed: Int[Tensor, "B S"], draws: Draws):
         self.model, self.rule, self.size, self.draws = model, rule, tree.size, draws
-        self.device, self.network = tree.ancestor.device, Replay(model)
+        self.device, self.network = tree.ancestor.device, Replay(model, len(fixed))
         self.free = fixed < 0
         self.state = self.sent(torch.where(self.free, rule.start(draws.uniform("start", fixed.shape[1])), fixed))
         self.plan = rule.plan(self.free)

@@ -5,6 +5,10 @@ of the device's time. A replay launches all of them at once. The first calls of 
 kernels and narrows weights (both are to be done before a recording); then one is recorded, and the recording is kept if its
 first replay says what the network said. Where recording is not possible calls go on as usual.
 
+Before that, batches are filled up to few sizes, on a GPU: for every size that it has not seen cuDNN's attention makes a plan,
+which takes as long as a call of 64 sequences, and every recorded shape takes memory. What is filled up repeats the last
+sequence, and its answer is dropped.
+
 A replay answers in the same memory every time: use it up before the next call. It also reads the weights that autocast has
 narrowed, so a `Replay` lives within one autocast region.
 """
@@ -29,13 +33,22 @@ CLOSE = 1e-2
 
 
 class Replay:
-    """`hidden` of a network."""
+    """`hidden` of a network that is asked about at most `rows` sequences at once."""
 
-    def __init__(self, model: Network):
-        self.model, self.asked, self.works = model, Counter[Any](), True
+    def __init__(self, model: Network, rows: int):
+        self.model, self.rows, self.asked, self.works = model, rows, Counter[Any](), True
         self.recorded: dict[Any, Callable[..., Tensor]] = {}
 
     def hidden(self, nodes: Tensor, time: Tensor, level: Tensor | None) -> Tensor:
+        count = len(nodes)
+        if rounded(nodes) and (missing := round_up(count, self.rows) - count):
+            def filled(values: Tensor) -> Tensor:
+                return torch.cat([values, values[-1:].expand(missing, *values.shape[1:])])
+
+            nodes, time, level = filled(nodes), filled(time), None if level is None else filled(level)
+        return self._hidden(nodes, time, level)[:count]
+
+    def _hidden(self, nodes: Tensor, time: Tensor, level: Tensor | None) -> Tensor:
         if not (self.works and recordable(nodes)):
             return self.model.hidden(nodes, time, level)
         shape = (*nodes.shape, level is None)
@@ -58,6 +71,15 @@ class Replay:
         else:
             if self.works:
                 self.recorded[shape] = replay
+
+
+def round_up(count: int, most: int) -> int:
+    """The next of few sizes: powers of two up to 16, multiples of 8 above; never more than `most`."""
+    return min(1 << max(count - 1, 0).bit_length() if count <= 16 else -(-count // 8) * 8, most)
+
+
+def rounded(nodes: Tensor) -> bool:
+    return nodes.is_cuda
 
 
 def recordable(nodes: Tensor) -> bool:

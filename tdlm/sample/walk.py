@@ -29,6 +29,7 @@ from ..process import Process
 from ..rng import sent
 from ..tree.tree import Tree
 from .draw import Choice, Frame, in_parts, invert
+from .plan import Round
 from .replay import Replay
 
 
@@ -99,19 +100,22 @@ class Alone:
 
     def draw(self, head: Any, hidden: Float[Tensor, "R S d"], view: View, uniform: Float[Tensor, "R S"],
              choice: Choice) -> Int[Tensor, "M"]:
-        state, node = self._active(hidden, view)
-        mine = sent(uniform[view.places], node.device)
-
-        def some(part: slice) -> Tensor:
-            return invert(choice.probabilities(head.log_probs(state[part], node[part])), mine[part])
-
-        return in_parts(some, len(node), view.branching)
+        return children(head, *self._active(hidden, view), sent(uniform[view.places], hidden.device), choice, view.branching)
 
     @staticmethod
     def _active(hidden: Float[Tensor, "R S d"], view: View) -> tuple[Float[Tensor, "M d"], Int[Tensor, "M"]]:
         row, column = view.places
         at = sent(row * view.draw.shape[1] + column, hidden.device)
         return hidden.flatten(0, 1)[at], view.nodes.flatten()[at]
+
+
+def children(head: Any, state: Float[Tensor, "M d"], node: Int[Tensor, "M"], uniform: Float[Tensor, "M"], choice: Choice,
+             branching: int) -> Int[Tensor, "M"]:
+    """Slots that are drawn one by one."""
+    def some(part: slice) -> Tensor:
+        return invert(choice.probabilities(head.log_probs(state[part], node[part])), uniform[part])
+
+    return in_parts(some, len(node), branching)
 
 
 def in_units(values: Tensor, length: int) -> Tensor:
@@ -138,7 +142,7 @@ class Walk:
     def __init__(self, model: Network, process: Process, tree: Tree, fixed: Int[Tensor, "B S"], shown: Tensor | None,
                  choice: Choice, dtype: str, reader: Reader | None = None):
         self.model, self.process, self.tree, self.choice, self.dtype = model, process, tree, choice, dtype
-        self.reader, self.home, self.network = reader or Alone(), tree.to("cpu"), Replay(model)
+        self.reader, self.home, self.network = reader or Alone(), tree.to("cpu"), Replay(model, len(fixed))
         self.is_given, self.given = fixed >= 0, fixed.clamp(min=0)
         if shown is not None and shown.shape != fixed.shape:
             raise SampleError(f"the mark of shown tokens must have the shape {tuple(fixed.shape)} of the samples, "
@@ -152,7 +156,14 @@ class Walk:
         self.together = torch.zeros_like(self.evaluations)
         self.calls = 0
         self.choices = choices_by_height(self.home)
+        self.held = bool((~self.spread(self.moving) & ~self.shown).any())
+        """Whether given tokens stand at their ancestors."""
         self.none, self.unforced = (torch.tensor([[value]]).expand(fixed.shape) for value in (False, -1))
+
+    @property
+    def foreseen(self) -> bool:
+        """Whether all falls are known before the network is asked."""
+        return self.choices is not None and isinstance(self.reader, Alone)
 
     def sent(self, values: Tensor) -> Tensor:
         return sent(values, self.tree.ancestor.device)
@@ -213,18 +224,36 @@ class Walk:
             drawn = self.pick(part, rows, hidden, uniform)
         self.fall(going, view, drawn)
 
+    def take(self, turn: Round) -> None:
+        """One round of a plan: the same for sequences that are at different places of their way."""
+        flat, B = self.nodes.view(-1), len(self.nodes)
+        if len(turn.rows):
+            if self.held:
+                self.clamp(self.floor.scatter(0, turn.rows, turn.floor))
+            self.evaluations[turn.rows] += 1
+            self.calls += 1
+            self.together[turn.rows] = torch.maximum(self.together[turn.rows], turn.count)
+            nodes = self.nodes if len(turn.rows) == B else self.nodes[turn.asked]
+            hidden = self.network.hidden(nodes, turn.time, turn.level).flatten(0, 1)
+            node = flat[turn.place]
+            slot = children(self.model.head, hidden[turn.local], node, turn.uniform, self.choice, self.tree.branching)
+            flat[turn.place] = self.tree.children[node - self.tree.size, slot]
+        if len(turn.free):
+            self._down(turn.free, torch.zeros_like(turn.free))
+        self.heights.view(-1)[turn.fallen] -= 1
+
     def fall(self, going: Bool[Tensor, "B U"], view: View, drawn: Int[Tensor, "M"] | None) -> None:
         """To the children that were drawn, or that are given or the only ones."""
         rest = self.spread(going)
         if drawn is not None:
             rest = rest & ~view.draw
-            self._down(view.draw, drawn)
+            self._down(self._places(view.draw), drawn)
         if bool(rest.any()):
-            self._down(rest, self.sent(view.forced.clamp(min=0)[rest]))
+            self._down(self._places(rest), self.sent(view.forced.clamp(min=0)[rest]))
         self.heights = self.heights - going.long()
 
-    def _down(self, mask: Bool[Tensor, "B S"], slot: Int[Tensor, "M"]) -> None:
-        at, flat = self._places(mask), self.nodes.view(-1)
+    def _down(self, at: Int[Tensor, "M"], slot: Int[Tensor, "M"]) -> None:
+        flat = self.nodes.view(-1)
         node = flat[at]
         below = self.tree.children[(node - self.tree.size).clamp(min=0), slot]
         flat[at] = torch.where(node >= self.tree.size, below, node)

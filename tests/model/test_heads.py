@@ -81,6 +81,17 @@ def test_tied_and_level_heads_equal_their_slow_twins(tree):
                                                                b if b is not None else torch.zeros_like(a), atol=1e-4)
 
 
+@pytest.mark.parametrize("order", [[0, 1, 2, 3, 4, 5], [4, 1, 5, 0, 3, 2]])
+def test_a_star_takes_the_rows_of_its_children_wherever_they_stand(order):
+    tree = Tree.from_nested(order)
+    model = setup(tree, Tied()).model
+    shake(model)
+    hidden, root = torch.randn(5, model.backbone.width, generator=torch.Generator().manual_seed(2)), torch.full((5,), tree.root)
+    scores = hidden @ model.backbone.embedding.weight[order].T + model.head.bias[order]
+    assert model.head.in_order == (order == sorted(order))
+    assert torch.allclose(model.head.log_probs(hidden, root), scores.log_softmax(-1), atol=1e-5)
+
+
 def test_a_tied_head_starts_as_the_unigram_model():
     tree = Tree.from_nested([[0, 1], [2, [3, 4]]])
     counts = torch.tensor([50.0, 7, 0, 30, 3])

@@ -114,3 +114,44 @@ def test_nothing_is_kept_without_gradients_and_the_way_back_is_made_once() -> No
     hidden.sum().backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="once only"):
         hidden.sum().backward()
+
+
+def test_narrow_weights_are_kept_until_they_change() -> None:
+    """Whatever happens to the weights, the answer is that of a network that keeps nothing; training leaves nothing behind."""
+    model: Any = backbone("level", torch.float32)
+    model.fused = "fast"
+    nodes, time, level = torch.arange(8).view(2, 4), torch.zeros(2), torch.tensor([0, 1])
+
+    def asked(keeps: bool) -> torch.Tensor:
+        model.kept, before = (model.kept if keeps else None), model.kept
+        with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+            answer = model(nodes, time, level)
+        model.kept = before
+        return answer
+
+    def in_place() -> None:
+        with torch.no_grad():
+            model.blocks[1].mlp_in.bias.add_(1.0)
+
+    def optimizer() -> None:
+        model(nodes, time, level).sum().backward()
+        torch.optim.AdamW(model.parameters(), lr=0.1).step()
+
+    def loaded() -> None:
+        model.load_state_dict({name: value + 0.5 for name, value in model.state_dict().items()})
+
+    def replaced() -> None:
+        model.blocks[0].qkv.weight.data = model.blocks[0].qkv.weight.data * 2
+
+    def exchanged() -> None:
+        model.blocks[0].qkv.weight = torch.nn.Parameter(model.blocks[0].qkv.weight.detach() * 2)
+
+    before = asked(True)
+    for change in (in_place, optimizer, loaded, replaced, exchanged):
+        kept = model.kept.blocks
+        assert torch.equal(asked(True), before) and model.kept.blocks is kept and kept
+        change()
+        before, plain = asked(True), asked(False)
+        assert torch.equal(before, plain) and model.kept.blocks is not kept, change.__name__
+    model(nodes, time, level)
+    assert model.kept.blocks == []

@@ -88,6 +88,76 @@ def test_what_is_known_by_height_is_what_the_nodes_say(method, sampler, monkeypa
     assert made(slice(0, 4)) == known
 
 
+class Listening:
+    """A network that writes down how many sequences it was asked about."""
+
+    def __init__(self, model: Any):
+        self.model, self.head, self.told_time, self.sizes = model, model.head, model.told_time, list[int]()
+
+    def hidden(self, nodes: Tensor, time: Tensor, level: Tensor | None) -> Tensor:
+        self.sizes.append(len(nodes))
+        return self.model.hidden(nodes, time, level)
+
+
+@pytest.mark.parametrize("process,conditioning", [(Cascade(), "level"), (Overlapping(), "time")])
+@pytest.mark.parametrize("steps", [6, 200])
+def test_sequences_do_not_wait_for_one_another(process, conditioning, steps):
+    """Batches are full until the first sequence has arrived, and there are no more calls than one sequence takes evaluations;
+    the way down of a sequence, frame by frame, is the one that it goes alone."""
+    side = network(TreeMethod(process=process, head=Tied()), Tree.from_nested(EVEN), conditioning)
+    given = torch.full((5, 6), -1)
+    given[0, 2], given[3, 1:] = 4, 6
+    model = Listening(side.model)
+    told: list[tuple[int, int]] = []
+    whole = side.objective.sample(model, (5, 6), steps=steps, draws=rows(5), given=given, trace=True,
+                                  progress=lambda *each: told.append(each))
+    evaluations = whole.evaluations.tolist()
+    assert model.sizes == [sum(each > k for each in evaluations) for k in range(max(evaluations))]
+    assert told == sorted(told) and told[-1] == (steps, steps) and (steps < 9 or max(evaluations) < steps / 2)
+    alone = side.objective.sample(side.model, (1, 6), steps=steps, draws=rows(1), given=given[:1], trace=True)
+    assert whole.frames == alone.frames and len(alone.frames) > 3 and alone.frames[-1].heights == [0] * 6
+    assert [frame.time for frame in alone.frames] == sorted({frame.time for frame in alone.frames}, reverse=True)
+
+
+def test_a_network_is_asked_about_few_sizes(monkeypatch):
+    """What fills a batch up changes no answer."""
+    counts, sizes_of_99 = (1, 2, 3, 5, 9, 16, 17, 24, 25, 96, 97), [1, 2, 4, 8, 16, 16, 24, 24, 32, 96, 99]
+    assert [replay.round_up(count, 99) for count in counts] == sizes_of_99
+    monkeypatch.setattr(replay, "rounded", lambda nodes: True)
+
+    class Echo:
+        head, told_time = network(TreeMethod(), Tree.from_nested(EVEN), "none").model.head, False
+
+        def hidden(self, nodes: Tensor, time: Tensor, level: Tensor | None) -> Tensor:
+            sizes.append(len(nodes))
+            return torch.stack([nodes.double(), (nodes + time[:, None]) if level is None else nodes * level[:, None]], -1)
+
+    for level in (None, torch.arange(40)):
+        sizes: list[int] = []
+        asked = replay.Replay(Echo(), 37)
+        for count in range(1, 38):
+            part = torch.arange(count * 3).view(count, 3), torch.arange(count).double(), None if level is None else level[:count]
+            assert torch.equal(asked.hidden(*part), Echo().hidden(*part))
+        assert set(sizes[::2]) == {1, 2, 4, 8, 16, 24, 32, 37}
+
+
+@pytest.mark.parametrize("method", [TreeMethod(), JointMethod(Cascade(), 2), GiddMethod(p_uniform=0.2)],
+                         ids=lambda each: str(each)[:12])
+def test_filled_batches_give_the_same_samples(method, monkeypatch):
+    tree = Tree.star(7) if method.flat else Tree.from_nested(EVEN)
+    side = network(method, tree, "time" if method.flat else "none")
+
+    def made() -> tuple[list[list[int]], list[int], set[int]]:
+        model = Listening(side.model)
+        drawn = side.objective.sample(model, (7, 5), steps=30, draws=rows(7))
+        return drawn.tokens.tolist(), drawn.evaluations.tolist(), set(model.sizes)
+
+    plain = made()
+    monkeypatch.setattr(replay, "rounded", lambda nodes: True)
+    filled = made()
+    assert filled[:2] == plain[:2] and filled[2] <= {1, 2, 4, 7} and plain[2] - filled[2]
+
+
 @pytest.mark.parametrize("p_uniform", [0.0, 0.3])
 @pytest.mark.parametrize("conditioning", ["time", "none"])
 def test_the_gidd_sampler_says_what_the_slow_one_says(p_uniform, conditioning):

@@ -58,12 +58,18 @@ class Block(NamedTuple):
 
 def stack(x: Float[Tensor, "B S d"], modulations: Float[Tensor, "#B sites3 d"], cos: Float[Tensor, "S half"],
           sin: Float[Tensor, "S half"], blocks: Sequence[Weights], final: Float[Tensor, "d"], heads: int, dtype: torch.dtype,
-          lean: bool = False, float8: bool = False, recording: Recording | None = None) -> Float[Tensor, "B S d"]:
+          lean: bool = False, float8: bool = False, recording: Recording | None = None,
+          kept: Kept | None = None) -> Float[Tensor, "B S d"]:
     """Hidden states in `dtype`, in which products are made. `modulations`: shift, scale, gate of every site, the last without.
-    With a recording, passes that will be differentiated are replayed."""
+    With a recording, passes that will be differentiated are replayed. `kept` holds the narrow weights of all others."""
     flat = [weight for block in blocks for weight in block]
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, modulations, final, *flat))
     choices = (cos, sin, heads, dtype, lean, float8)
+    if kept is not None and (keep or float8):
+        kept.clear()
+    elif kept is not None:
+        with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
+            return _Run(modulations, final, flat, *choices, kept(flat, dtype)).forward(x, False)
     return _Stack.apply(x, modulations, final, choices, keep, recording, *flat)  # type: ignore[no-any-return]
 
 
@@ -115,13 +121,34 @@ def _blocks(flat: Sequence[Tensor], dtype: torch.dtype, float8: bool) -> list[We
     return [Weights(*plain[i:i + per]) for i in range(0, len(plain), per)]
 
 
+class Kept:
+    """Narrow weights for as long as the weights do not change: a sampler asks a thousand times. Whoever learns forgets them,
+    so they take no memory from training."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def clear(self) -> None:
+        self.of: Any = None
+        self.blocks: list[Weights] = []
+
+    def __call__(self, flat: Sequence[Tensor], dtype: torch.dtype) -> list[Weights]:
+        if any(weight.is_inference() for weight in flat):  # nobody counts their changes
+            return _blocks(flat, dtype, False)
+        of = dtype, [(weight.data_ptr(), weight.shape, weight._version) for weight in flat]
+        if of != self.of:
+            self.clear()  # first: two copies at once would be one too many
+            self.of, self.blocks = of, _blocks(flat, dtype, False)
+        return self.blocks
+
+
 class _Run:
     """One pass over the blocks and back."""
 
     def __init__(self, modulations: Tensor, final: Tensor, flat: Sequence[Tensor], cos: Tensor, sin: Tensor, heads: int,
-                 dtype: torch.dtype, lean: bool, float8: bool):
+                 dtype: torch.dtype, lean: bool, float8: bool, blocks: list[Weights] | None = None):
         self.modulations, self.cos, self.sin, self.heads, self.dtype, self.lean = modulations, cos, sin, heads, dtype, lean
-        self.blocks, self.final = _blocks(flat, dtype, float8), final
+        self.blocks, self.final = _blocks(flat, dtype, float8) if blocks is None else blocks, final
         per = len(Weights._fields)
         matrices = [weight.detach() for i, weight in enumerate(flat) if i % per in (1, 4, 6)] if float8 else []
         eights = eight.narrowed(matrices) if float8 else []
