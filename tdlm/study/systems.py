@@ -28,7 +28,7 @@ from ..objectives.joint import JointMethod
 from ..objectives.mdlm import FLOOR, MdlmMethod
 from ..objectives.tree import TreeMethod
 from ..objectives.two_step import TwoStepMethod
-from ..process import Cascade, Overlapping
+from ..process import Cascade, Hierarchical, Overlapping
 from ..recipes import BASE, SMALL, recipe
 from .entry import Entry, Size, Study
 from .settings import BUDGET, METHODS, MINUTES, SLOW, TOY, short_toy, told
@@ -104,7 +104,8 @@ def _equal_cost(size: Size) -> list[Entry]:
                       for other in of.branchings if other != middle]
     ours, best = f"overlapping-tied-{middle}", TreeMethod(process=Overlapping(), head=Tied())
     found += [entry(f"{ours}-unclipped", replace(best, clip=1 / FLOOR["mdlm"]), "none", middle, rate_of=ours),
-              entry(f"{ours}-exchange", best, "none", middle, rate_of=ours, clusters="exchange")]
+              entry(f"{ours}-exchange", best, "none", middle, rate_of=ours, clusters="exchange"),
+              entry(f"{ours}-gamma-2", replace(best, process=Hierarchical(2.0)), "none", middle, rate_of=ours)]
     return [*found, entry("ar", Autoregressive(), "causal"), entry("ar-tied", Autoregressive(head=Tied()), "causal")]
 
 
