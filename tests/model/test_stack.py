@@ -85,7 +85,8 @@ def test_bfloat16_is_near() -> None:
         assert error(gradient) < 1.5 * error(slow[name]) + 0.01, name
 
 
-def test_products_in_eight_bits_are_near() -> None:
+@pytest.mark.parametrize("fused", ["fast", "lean"])
+def test_products_in_eight_bits_are_near(fused: str) -> None:
     """Gradients point the same way: what is lost is noise, not direction."""
     model = backbone("level", torch.float32)
     with torch.no_grad():
@@ -94,7 +95,7 @@ def test_products_in_eight_bits_are_near() -> None:
     _, exact = run(model, None)
     model.float8 = True
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        hidden, quick = run(model, "fast")
+        hidden, quick = run(model, fused)
         model.float8 = False
         plain, _ = run(model, "fast")
     assert not torch.equal(hidden, plain) and float((hidden - plain).float().norm() / plain.float().norm()) < 0.05

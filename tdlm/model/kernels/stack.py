@@ -111,7 +111,7 @@ def _blocks(flat: Sequence[Tensor], dtype: torch.dtype, float8: bool) -> list[We
     all products are made in eight bits."""
     per = len(Weights._fields)
     plain = [weight.detach() for weight in flat]
-    wide = (0, 3, 1, 6) if float8 else (0, 3)
+    wide = (0, 3, 1, 4, 6) if float8 else (0, 3)
     some = [i for i, weight in enumerate(plain) if i % per not in wide and weight.dtype != dtype]
     if some:
         narrow = [torch.empty_like(plain[i], dtype=dtype) for i in some]
@@ -208,11 +208,19 @@ class _Run:
             assert left.branch is not None
             dbranch = left.branch.view(-1, d)
             inside = kept.inside if kept.inside is not None else self.inside(i, kept)
-            dbent = dbranch @ w.mlp_out if left.narrow is None else eight.back(left.narrow, self.eights[i][2])
-            dbent, bent, dmlp_in_bias = passes.unbend(inside, dbent)
+            if left.narrow is None:
+                dbent, bent, dmlp_in_bias = passes.unbend(inside, dbranch @ w.mlp_out)
+                dout = dbent @ w.mlp_in
+            else:
+                into, out = self.eights[i][1:]
+                assert left.narrow.size is not None
+                dbent, bent, dmlp_in_bias, narrow = passes.unbend_narrow(inside, eight.back(left.narrow, out), left.narrow.size,
+                                                                         out.unit)
+                dout = eight.back(narrow, into)
+                del narrow
             dmlp_out = passes.outer(dbranch, bent)
             del bent, inside
-            left = passes.leave(left.stream, (dbent @ w.mlp_in).view(B, S, d), kept.stream, kept.attention, self.gate(2 * i),
+            left = passes.leave(left.stream, dout.view(B, S, d), kept.stream, kept.attention, self.gate(2 * i),
                                 self.norm(2 * i + 1), *kept.before_mlp, before=True, again=True)
             assert left.out is not None and left.branch is not None
             sums.append(left.sums)
@@ -242,8 +250,10 @@ class _Run:
 
     def inside(self, i: int, kept: Block) -> Tensor:
         """The MLP before GELU, made again."""
-        out = passes.enter(kept.stream, kept.attention, self.gate(2 * i), self.norm(2 * i + 1), self.dtype).out
-        return torch.addmm(self.blocks[i].mlp_in_bias, out.view(-1, out.shape[-1]), self.blocks[i].mlp_in.T)
+        narrow = passes.FLOAT8 if self.eights else self.dtype
+        out = passes.enter(kept.stream, kept.attention, self.gate(2 * i), self.norm(2 * i + 1), narrow).out.flatten(0, 1)
+        bias = self.blocks[i].mlp_in_bias
+        return eight.there(out, self.eights[i][1], bias) if self.eights else torch.addmm(bias, out, self.blocks[i].mlp_in.T)
 
     def collect(self, sums: Float[Tensor, "B sites 4 d"],
                 gradients: list[list[Tensor | None]]) -> tuple[Tensor, Tensor, list[Tensor]]:
