@@ -37,14 +37,14 @@ from torch.nn import functional as F
 from ..errors import ConfigError, TreeError
 from ..model.head import Shared, weighted_nll
 from ..model.model import Network
-from ..process.flat import Hybrid
+from ..process.flat import Hybrid, Mix
 from ..registry import register
 from ..rng import Draws
 from ..sample import Sampled
 from ..sample.flat import Correction, Posterior, generate_flat
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, Places, by_row, choose_sampler, in_pad_mode
-from .jumps import draw_noisy, roles
+from .base import Estimator, Loss, Pad, Places, beside, by_row, choose_sampler, in_pad_mode
+from .jumps import Sheet, draw_noisy, roles, write
 from .wide import in_parts
 
 WINDOW = 1e-4
@@ -82,6 +82,7 @@ class GiddMethod:
 
 class GiddObjective:
     causal = False
+    prepares = True
     knows_level = False
     levels = 1
     samplers = ("ancestral", "self-correction")
@@ -91,6 +92,7 @@ class GiddObjective:
             raise TreeError(f"gidd works on the star tree, got a tree of height {tree.height}; use Tree.star(tokens)")
         self.method, self.tree, self.pad_id = method, tree, pad_id
         self.process = Hybrid(tree.size, method.p_uniform, method.gamma)
+        self.mixed = method.p_uniform > 0
         self.pad: Pad = method.pad
         self.num_states = tree.nodes
 
@@ -105,29 +107,40 @@ class GiddObjective:
         return {"sampled": self.loss}
 
     def loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
-        return self.score(model, tokens, *draw_noisy(self.process, tokens, draws))
+        return self.complete(model, self.prepare(model.head, tokens, draws))
+
+    def prepare(self, head: Any, tokens: Int[Tensor, "B S"], draws: Draws) -> Sheet:
+        """Everything of `loss` that does not depend on the network, where the tokens are; for draws.device."""
+        return self.sheet(head, tokens, *draw_noisy(self.process, tokens, beside(draws, tokens)), draws.device)
 
     def score(self, model: Network, tokens: Int[Tensor, "B S"], state: Int[Tensor, "B S"], time: Float[Tensor, "B"],
               density: Float[Tensor, "B"]) -> Loss:
         """The loss of given states: everything of `loss` but the drawing."""
-        pad, moving, counted, state = roles(tokens, state, self.pad_id, self.pad)
+        return self.complete(model, self.sheet(model.head, tokens, state, time, density, tokens.device))
+
+    def sheet(self, head: Any, tokens: Int[Tensor, "B S"], state: Int[Tensor, "B S"], time: Float[Tensor, "B"],
+              density: Float[Tensor, "B"], device: torch.device) -> Sheet:
+        parts = roles(tokens, state, self.pad_id, self.pad)
+        _, moving, counted, state = parts
         weight, train_weight = (each / density[:, None] for each in self.weights(tokens, state, time))
-        mixed = self.method.p_uniform > 0
-        places = Places(moving if mixed else moving & (state == self.tree.size), every=mixed and self.pad != "given-length")
-        row, hidden = places.index[0], places.of(model.hidden(state, time, None))
-        token, seen = places.of(tokens), places.of(state)
+        places = Places(moving if self.mixed else moving & (state == self.tree.size),
+                        every=self.mixed and self.pad != "given-length")
         inside = ((time >= WINDOW) & (time <= 1 - WINDOW)).double() / (1 - 2 * WINDOW)
-        share = places.of(train_weight * inside[:, None]) / tokens.numel()
-        if mixed:
-            kl, itakura_saito = self.divergences(model, hidden, token, seen, time[row])
+        share = train_weight * inside[:, None] / tokens.numel()
+        return write(None if self.mixed else head, self.process, places, tokens, parts, time, weight * counted, share, device)
+
+    def complete(self, model: Network, sheet: Sheet) -> Loss:
+        hidden = sheet.hidden(model)
+        if self.mixed:
+            kl, itakura_saito = self.divergences(model, hidden, sheet.token, sheet.seen, sheet.mix)
             divergence = kl + itakura_saito
-            train = (divergence * share).sum()
+            train = (divergence * sheet.share).sum()
         else:  # KL = alpha CE, r = 1
-            keep = self.process.at(time).keep[row]
-            train, nll = weighted_nll(model.head, hidden, seen, token, share * keep)
+            keep = sheet.mix.keep
+            train, nll = weighted_nll(model.head, hidden, sheet.seen, sheet.token, sheet.share * keep, sheet.order)
             divergence = keep * nll.double()
-        bound = by_row(row, divergence * places.of(weight * counted), len(tokens))
-        return Loss(train, bound, {"levels": bound[:, None], "tokens": (~pad).sum(1)})
+        bound = by_row(sheet.row, divergence.detach() * sheet.weight, len(sheet.state))
+        return Loss(train, bound, {"levels": bound[:, None], "tokens": sheet.tokens})
 
     def weights(self, tokens: Int[Tensor, "B S"], state: Int[Tensor, "B S"],
                 time: Float[Tensor, "B"]) -> tuple[Float[Tensor, "B S"], Float[Tensor, "B S"]]:
@@ -147,10 +160,9 @@ class GiddObjective:
         return weight, by_state(torch.full_like(t, 2.0), same, torch.ones_like(t)).clamp(max=method.clip)
 
     def divergences(self, model: Network, hidden: Float[Tensor, "M d"], token: Int[Tensor, "M"], state: Int[Tensor, "M"],
-                    time: Float[Tensor, "M"]) -> tuple[Float[Tensor, "M"], Float[Tensor, "M"]]:
+                    mix: Mix) -> tuple[Float[Tensor, "M"], Float[Tensor, "M"]]:
         """KL(q || p) and r - log r - 1 where p_uniform > 0, float64; the sum over the vocabulary in the precision of the head."""
-        mix, root = self.process.at(time), torch.full_like(token, self.tree.size)
-        k = torch.log(mix.keep / mix.each)
+        root, k = torch.full_like(token, self.tree.size), torch.log(mix.keep / mix.each)
 
         def sums(hidden: Tensor, root: Tensor, token: Tensor, state: Tensor, k: Tensor) -> Tensor:
             log_p = model.head.log_probs(hidden, root)

@@ -42,14 +42,16 @@ from torch import Tensor
 from ..errors import ConfigError, SampleError, TreeError
 from ..model.dense import Dense, DenseHead
 from ..model.head import weighted_nll
+from ..model.kernels.rows import take
 from ..model.model import Network
 from ..process import Hierarchical, Moment, corrupt
 from ..registry import register
-from ..rng import Draws
+from ..rng import Draws, sent
 from ..sample import Sampled, generate
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler, in_pad_mode, is_pad
+from .base import Estimator, Loss, Pad, beside, by_row, choose_sampler, in_pad_mode, is_pad, ordered
 from .tree import SAMPLERS
+from .wide import in_parts
 
 
 @register("hdlm")
@@ -78,8 +80,30 @@ class HdlmMethod:
         return HdlmObjective(self, tree, pad_id)
 
 
+@dataclass(frozen=True)
+class Sheet:
+    """What the network is shown and asked, in the order its head wants, and with which weights."""
+
+    nodes: Int[Tensor, "B S"]
+    time: Float[Tensor, "B"]
+    place: Int[Tensor, "M"]
+    """Hidden positions, counted through the batch."""
+    state: Int[Tensor, "M"]
+    token: Int[Tensor, "M"]
+    slot: Int[Tensor, "M"]
+    cell: Int[Tensor, "M"]
+    """Row and level."""
+    weight: Float[Tensor, "M"]
+    """Of the bound."""
+    share: Float[Tensor, "M"]
+    tokens: Int[Tensor, "B"]
+    order: Any
+    """The head's own (`head.arranged`), or None."""
+
+
 class HdlmObjective:
     causal = False
+    prepares = True
     knows_level = False
     levels = 2
     samplers = (*SAMPLERS, "hdlm")
@@ -91,6 +115,7 @@ class HdlmObjective:
         self.method, self.tree, self.pad_id = method, tree, pad_id
         self.pad: Pad = method.pad
         self.process, self.num_states = Hierarchical(method.gamma), tree.nodes
+        self.known = tree.to("cpu") if tree.ancestor.is_cuda else None
         if method.xi < 1 and not tree.ancestor.is_meta:  # a dry run has a tree without numbers
             self._check_clusters()
 
@@ -123,45 +148,68 @@ class HdlmObjective:
         return {"sampled": self.loss}
 
     def loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
-        moment = self.process.moment(draws.strata("time"), self.levels)
-        return self.score(model, tokens, self.states(tokens, moment, draws), moment)
+        return self.complete(model, self.prepare(model.head, tokens, draws))
+
+    def prepare(self, head: Any, tokens: Int[Tensor, "B S"], draws: Draws) -> Sheet:
+        """Everything of `loss` that does not depend on the network, where the tokens are; for draws.device."""
+        numbers = beside(draws, tokens)
+        moment = self.process.moment(numbers.strata("time"), self.levels)
+        return self.sheet(head, tokens, self.states(tokens, moment, numbers), moment, draws.device)
 
     def states(self, tokens: Int[Tensor, "B S"], moment: Moment, draws: Draws) -> Int[Tensor, "B S"]:
         """z_t: node ids drawn from q_t(. | x)."""
         xi = self.method.xi
-        heights = corrupt(moment, draws.uniform("state", tokens.shape[1]))
-        nodes = self.tree.ancestor[heights, tokens]
+        heights, tree = corrupt(moment, draws.uniform("state", tokens.shape[1])), self.tables(tokens)
+        nodes = tree.ancestor[heights, tokens]
         if xi == 1:
             return nodes
         n = self.clusters
         uniform = draws.uniform("cluster", tokens.shape[1])
         further = 1 + ((uniform - xi) / (1 - xi) * (n - 1)).long().clamp(max=n - 2)
-        slot = (self.tree.slot[1, tokens] + further.where(uniform >= xi, 0)) % n
-        return self.tree.children[-1, slot].where(heights == 1, nodes)
+        slot = (tree.slot[1, tokens] + further.where(uniform >= xi, 0)) % n
+        return tree.children[-1, slot].where(heights == 1, nodes)
 
     def score(self, model: Network, tokens: Int[Tensor, "B S"], nodes: Int[Tensor, "B S"], moment: Moment) -> Loss:
         """The loss of given states: everything of `loss` but the drawing."""
-        pad = is_pad(tokens, self.pad_id)
+        return self.complete(model, self.sheet(model.head, tokens, nodes, moment, tokens.device))
+
+    def sheet(self, head: Any, tokens: Int[Tensor, "B S"], nodes: Int[Tensor, "B S"], moment: Moment,
+              device: torch.device) -> Sheet:
+        tree, pad = self.tables(tokens), is_pad(tokens, self.pad_id)
         if self.pad == "given-length":
             nodes = tokens.where(pad, nodes)
-        choice = self.tree.num_children[nodes] > 1 if self.method.xi == 1 else nodes >= self.tree.size
-        row, column = choice.nonzero(as_tuple=True)
-        state, token, unseen = nodes[row, column], tokens[row, column], pad[row, column]
-        level = (state == self.tree.root).long()
-        share = self.train_weight(moment)[row, level]
+        choice = tree.num_children[nodes] > 1 if self.method.xi == 1 else nodes >= tree.size
+        place = choice.flatten().nonzero()[:, 0]
+        state, token = nodes.flatten()[place], tokens.flatten()[place]
+        level = (state == tree.root).long()
+        slot = tree.slot[level, token]
+        order = ordered(head, state, slot, device) if self.method.xi == 1 else None
+        if order is not None:
+            place, state, token, level, slot = (values[order.order] for values in (place, state, token, level, slot))
+            order = order.to(device)
+        row, unseen = place // tokens.shape[1], pad.flatten()[place]
+        weight, share = moment.weight[row, level], self.train_weight(moment)[row, level]
         if self.method.variant == "faithful":
             share = share.masked_fill(unseen, 0) / (~pad).sum().clamp(min=1)
         else:
             share = share / tokens.numel()
-        hidden = model.hidden(nodes, moment.time, None)[row, column]
+        weight = weight.masked_fill(unseen, 0) if self.pad == "drop" else weight
+        parts = (nodes, moment.time, place, state, token, slot, row * self.levels + level, weight, share, (~pad).sum(1))
+        return Sheet(*(sent(values, device) for values in parts), order)
+
+    def complete(self, model: Network, sheet: Sheet) -> Loss:
+        hidden = take(model.hidden(sheet.nodes, sheet.time, None).flatten(0, 1), sheet.place)
         if self.method.xi == 1:
-            train, cost = weighted_nll(model.head, hidden, state, self.tree.slot[level, token], share)
+            train, cost = weighted_nll(model.head, hidden, sheet.state, sheet.slot, sheet.share, sheet.order)
         else:
-            cost = self.divergence(model.head, hidden, state, token)
-            train = (cost * share.to(cost.dtype)).sum()
-        counted = cost if self.pad != "drop" else cost.masked_fill(unseen, 0)
-        bound = by_row(row * 2 + level, counted.double() * moment.weight[row, level], len(tokens) * 2).view(-1, 2)
-        return Loss(train, bound.sum(1), {"levels": bound, "tokens": (~pad).sum(1)})
+            cost = self.divergence(model.head, hidden, sheet.state, sheet.token)
+            train = (cost * sheet.share.to(cost.dtype)).sum()
+        bound = by_row(sheet.cell, cost.detach().double() * sheet.weight, len(sheet.nodes) * self.levels).view(-1, self.levels)
+        return Loss(train, bound.sum(1), {"levels": bound, "tokens": sheet.tokens})
+
+    def tables(self, like: Tensor) -> Tree:
+        """The tree where `like` lies."""
+        return self.known if self.known is not None and not like.is_cuda else self.tree
 
     def train_weight(self, moment: Moment) -> Float[Tensor, "B 2"]:
         return moment.weight if self.method.clip is None else moment.weight.clamp(*self.method.clip)
@@ -169,18 +217,21 @@ class HdlmObjective:
     def divergence(self, head: Any, hidden: Float[Tensor, "M d"], state: Int[Tensor, "M"],
                    token: Int[Tensor, "M"]) -> Float[Tensor, "M"]:
         """What a position hidden at `state` (a cluster or MASK) costs at xi < 1, before its weight."""
-        tree, masked = self.tree, state == self.tree.root
-        own, here = tree.slot[1, token][:, None], self.cluster_slot[state][:, None]
-        log_p = head.log_probs(hidden, torch.full_like(state, tree.root))[:, : self.clusters]  # of the clusters
-        log_m = self.mixture(log_p)
-        log_q = torch.full_like(log_m, math.log(self.eta)).scatter(1, own, math.log(self.method.xi))
-        at_mask = (log_q.exp() * (log_q - log_m)).sum(1)
-        log_token = log_p.gather(1, own)[:, 0] - head.nll(hidden, tree.ancestor[1, token], tree.slot[0, token])
-        return torch.where(masked, at_mask, (log_m - log_q).gather(1, here)[:, 0] - log_token)
+        xi, n, cluster = self.method.xi, self.clusters, self.tree.slot[1]
 
-    def mixture(self, log_p: Float[Tensor, "M n"]) -> Float[Tensor, "M n"]:
-        """log M_c from log P_c."""
-        return torch.log(self.eta + (self.method.xi - self.eta) * log_p.exp())
+        def costs(hidden: Tensor, state: Tensor, token: Tensor) -> Tensor:
+            log_p = head.token_log_probs(hidden)
+            log_m = self.mixture(log_p.new_zeros(len(log_p), n).index_add(1, cluster, log_p.exp()))
+            log_q = torch.full_like(log_m, math.log(self.eta)).scatter(1, cluster[token][:, None], math.log(xi))
+            at_mask = (log_q.exp() * (log_q - log_m)).sum(1)
+            here, own = self.cluster_slot[state][:, None], token[:, None]
+            return torch.where(state == self.tree.root, at_mask, ((log_m - log_q).gather(1, here) - log_p.gather(1, own))[:, 0])
+
+        return in_parts(costs, self.tree.size, hidden, state, token)
+
+    def mixture(self, p: Float[Tensor, "M n"]) -> Float[Tensor, "M n"]:
+        """log M_c from P_c."""
+        return torch.log(self.eta + (self.method.xi - self.eta) * p)
 
     @cached_property
     def cluster_slot(self) -> Int[Tensor, "N"]:
@@ -226,7 +277,7 @@ class _Astray:
     def log_probs(self, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"]) -> Float[Tensor, "M V"]:
         target, tree, xi = self.objective, self.objective.tree, self.objective.method.xi
         head, masked = cast(DenseHead, self.model.head), parent == tree.root
-        clusters = target.mixture(head.log_probs(hidden[masked], parent[masked])[:, : target.clusters])
+        clusters = target.mixture(head.log_probs(hidden[masked], parent[masked])[:, : target.clusters].exp())
         tokens = head.token_log_probs(hidden[~masked])
         inside = tree.ancestor[1] == parent[~masked][:, None]
         log_q = torch.full_like(tokens, math.log(target.eta)).masked_fill(inside, math.log(xi))

@@ -1,15 +1,18 @@
-"""What the flat jump processes (GIDD, SEDD) share: drawing noisy rows, and which positions move and count under a PAD mode."""
+"""What the flat jump processes (GIDD, SEDD) share: drawing noisy rows, which positions move and count under a PAD mode, and the
+sheet of all that is known before the network is asked (the processor writes it while a GPU is busy)."""
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from ..process.flat import Hybrid, Uniform, corrupt
-from ..rng import Draws
-from .base import Pad, is_pad
+from ..model.kernels.rows import take
+from ..model.model import Network
+from ..process.flat import Hybrid, Mix, Uniform, corrupt
+from ..rng import Draws, sent
+from .base import Pad, Places, is_pad, ordered
 
 
 class Noisy(NamedTuple):
@@ -39,3 +42,43 @@ def roles(tokens: Int[Tensor, "B S"], state: Int[Tensor, "B S"], pad_id: int | N
     moving = ~pad if mode == "given-length" else torch.ones_like(pad)
     counted = torch.ones_like(pad) if mode == "count" else ~pad
     return Roles(pad, moving, counted, torch.where(moving, state, tokens))
+
+
+class Sheet(NamedTuple):
+    """What the network is shown and asked, and with which weights."""
+
+    state: Int[Tensor, "B S"]
+    time: Float[Tensor, "B"]
+    place: Int[Tensor, "M"] | None
+    """Positions that are asked about, counted through the batch; None: all, one after another."""
+    row: Int[Tensor, "M"]
+    token: Int[Tensor, "M"]
+    seen: Int[Tensor, "M"]
+    weight: Float[Tensor, "M"]
+    """Of the bound."""
+    share: Float[Tensor, "M"]
+    mix: Mix
+    """q_t(. | x) where the position stands."""
+    tokens: Int[Tensor, "B"]
+    """Real tokens."""
+    counted: Int[Tensor, "B"]
+    """Positions in the bound."""
+    order: Any
+    """The head's own (`head.arranged`), or None."""
+
+    def hidden(self, model: Network) -> Float[Tensor, "M d"]:
+        states = model.hidden(self.state, self.time, None).flatten(0, 1)
+        return states if self.place is None else take(states, self.place)
+
+
+def write(head: Any, process: Hybrid | Uniform, places: Places, tokens: Int[Tensor, "B S"], parts: Roles,
+          time: Float[Tensor, "B"], weight: Float[Tensor, "B S"], share: Float[Tensor, "B S"],
+          device: torch.device) -> Sheet:
+    """The sheet of these positions, for `device`. `head`: the one that is asked for single tokens, if any."""
+    token, seen, (row, column) = places.of(tokens), places.of(parts.state), places.index
+    order = ordered(head, seen, token, device)  # under one root any order is sorted
+    mix = Mix(*(sent(number[row], device) for number in process.at(time)))
+    place = None if places.every else sent(row * tokens.shape[1] + column, device)
+    columns = (sent(values, device) for values in (row, token, seen, places.of(weight), places.of(share)))
+    return Sheet(sent(parts.state, device), sent(time, device), place, *columns, mix, sent((~parts.pad).sum(1), device),
+                 sent(parts.counted.sum(1), device), None if order is None else order.to(device))

@@ -49,8 +49,8 @@ from ..sample import Sampled
 from ..sample.flat import generate_flat
 from ..sample.score import AbsorbScore, UniformScore, raw_scores
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, Places, by_row, choose_sampler, in_pad_mode
-from .jumps import draw_noisy, roles
+from .base import Estimator, Loss, Pad, Places, beside, by_row, choose_sampler, in_pad_mode
+from .jumps import Sheet, draw_noisy, roles, write
 from .wide import in_parts
 
 FLOOR = 1e-3
@@ -81,6 +81,7 @@ class SeddMethod:
 
 class SeddObjective:
     causal = False
+    prepares = True
     knows_level = False
     levels = 1
     samplers = ("analytic", "euler")
@@ -105,25 +106,37 @@ class SeddObjective:
         return {"sampled": self.loss}
 
     def loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
-        return self.score(model, tokens, *draw_noisy(self.process, tokens, draws))
+        return self.complete(model, self.prepare(model.head, tokens, draws))
+
+    def prepare(self, head: Any, tokens: Int[Tensor, "B S"], draws: Draws) -> Sheet:
+        """Everything of `loss` that does not depend on the network, where the tokens are; for draws.device."""
+        return self.sheet(tokens, *draw_noisy(self.process, tokens, beside(draws, tokens)), draws.device)
 
     def score(self, model: Network, tokens: Int[Tensor, "B S"], state: Int[Tensor, "B S"], time: Float[Tensor, "B"],
               density: Float[Tensor, "B"]) -> Loss:
         """The loss of given states: everything of `loss` but the drawing."""
-        pad, moving, counted, state = roles(tokens, state, self.pad_id, self.pad)
+        return self.complete(model, self.sheet(tokens, state, time, density, tokens.device))
+
+    def sheet(self, tokens: Int[Tensor, "B S"], state: Int[Tensor, "B S"], time: Float[Tensor, "B"],
+              density: Float[Tensor, "B"], device: torch.device) -> Sheet:
+        parts = roles(tokens, state, self.pad_id, self.pad)
+        _, moving, counted, state = parts
         places = Places(moving & (state == self.tree.size) if self.absorbs else moving,
                         every=not self.absorbs and self.pad != "given-length")
-        row, hidden = places.index[0], places.of(model.hidden(state, time, None))
-        terms = self._absorb if self.absorbs else self._uniform
-        entropy = terms(model, hidden, places.of(tokens), places.of(state), time[row]) / density[row]
-        bound = by_row(row, entropy * places.of(counted), len(tokens))
-        if isinstance(self.process, Uniform):
-            bound = bound + self.process.prior() * counted.sum(1)
-        train = (entropy * ((time >= FLOOR).double() / (1 - FLOOR))[row]).sum() / tokens.numel()
-        return Loss(train, bound, {"levels": bound[:, None], "tokens": (~pad).sum(1)})
+        weight = ((1 / time if self.absorbs else self.process.rates(time)[1]) / density)[:, None]
+        share = weight * ((time >= FLOOR).double() / (1 - FLOOR) / tokens.numel())[:, None]
+        return write(None, self.process, places, tokens, parts, time, weight * counted, share.expand(tokens.shape), device)
 
-    def _absorb(self, model: Network, hidden: Tensor, token: Tensor, state: Tensor, time: Tensor) -> Float[Tensor, "M"]:
-        """(1/t) [ Z - 1 - l_x ] at masked positions."""
+    def complete(self, model: Network, sheet: Sheet) -> Loss:
+        terms = self._absorb if self.absorbs else self._uniform
+        entropy = terms(model, sheet.hidden(model), sheet)
+        bound = by_row(sheet.row, entropy.detach() * sheet.weight, len(sheet.state))
+        if isinstance(self.process, Uniform):
+            bound = bound + self.process.prior() * sheet.counted
+        return Loss((entropy * sheet.share).sum(), bound, {"levels": bound[:, None], "tokens": sheet.tokens})
+
+    def _absorb(self, model: Network, hidden: Tensor, sheet: Sheet) -> Float[Tensor, "M"]:
+        """Z - 1 - l_x at masked positions."""
         logits, shift = raw_scores(model.head), math.log(self.tree.size)
 
         def sums(hidden: Tensor, state: Tensor, token: Tensor) -> Tensor:
@@ -131,13 +144,13 @@ class SeddObjective:
             own = raw.gather(1, token[:, None])[:, 0]
             return torch.stack([F.cross_entropy(raw, token, reduction="none") + own, own], 1)  # one pass; logsumexp takes five
 
-        log_z, own = (in_parts(sums, self.tree.size, hidden, state, token).double() - shift).unbind(1)
-        return (torch.expm1(log_z) - own) / time
+        log_z, own = (in_parts(sums, self.tree.size, hidden, sheet.seen, sheet.token).double() - shift).unbind(1)
+        return torch.expm1(log_z) - own
 
-    def _uniform(self, model: Network, hidden: Tensor, token: Tensor, state: Tensor, time: Tensor) -> Float[Tensor, "M"]:
-        """nu_t sum_{y != z} [...]; around s = 1 the terms e^r - 1 - r of all y are summed up, the rest is for x alone."""
-        logits, mix = raw_scores(model.head), self.process.at(time)
-        rho, (_, rate) = mix.each / (mix.keep + mix.each), self.process.rates(time)
+    def _uniform(self, model: Network, hidden: Tensor, sheet: Sheet) -> Float[Tensor, "M"]:
+        """sum_{y != z} [...]; around s = 1 the terms e^r - 1 - r of all y are summed up, the rest is for x alone."""
+        logits, mix, token, state = raw_scores(model.head), sheet.mix, sheet.token, sheet.seen
+        rho = mix.each / (mix.keep + mix.each)
 
         def sums(hidden: Tensor, state: Tensor, token: Tensor) -> Tensor:
             raw = wider(logits(hidden, torch.full_like(state, self.tree.size))).scatter(1, state[:, None], 0.0)
@@ -146,7 +159,7 @@ class SeddObjective:
         around, total, own = in_parts(sums, self.tree.size, hidden, state, token).double().unbind(1)
         same = (1 - rho) * total + (self.tree.size - 1) * (1 + rho * (torch.log(rho) - 1))
         other = (1 - 1 / rho) * own + 1 - (torch.log(rho) + 1) / rho
-        return rate * (around + torch.where(state == token, same, other))
+        return around + torch.where(state == token, same, other)
 
     def sample(self, model: Network, shape: tuple[int, int], *, steps: int, draws: Draws, prefix: Tensor | None = None,
                sampler: str | None = None, **options: Any) -> Sampled:

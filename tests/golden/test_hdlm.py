@@ -110,7 +110,7 @@ def their_costs(target: HdlmObjective, head: Any, hidden: Tensor, state: Tensor,
     """Their approximation at xi < 1: of the divergence at MASK the own cluster's part, without its entropy's constant
     for the others, and at a wrong cluster -log p(x)."""
     cluster, root = target.tree.ancestor[1, token], target.tree.root
-    log_m = target.mixture(head.log_probs(hidden, torch.full_like(state, root)))
+    log_m = target.mixture(head.log_probs(hidden, torch.full_like(state, root)).exp())
     excess = target.eta * (math.log(target.eta) - log_m)
     others = excess.sum(1) - excess.gather(1, target.tree.slot[1, token][:, None])[:, 0]
     here = log_m.gather(1, target.cluster_slot[state][:, None])[:, 0]

@@ -60,7 +60,7 @@ def test_all_positions_are_neither_counted_nor_gathered(name, monkeypatch):
     for place in (ar, gidd, sedd):
         monkeypatch.setattr(place, "Places", lambda mask, every: Places(mask, every=False))
     names, slow = measured()
-    assert len(names & looked_up) >= 2
+    assert names & looked_up
     for one, two in zip(fast, slow, strict=True):
         torch.testing.assert_close(one, two, rtol=1e-4, atol=1e-5)
 
