@@ -130,13 +130,17 @@ def show_plan(plan: dict[str, Any]) -> None:
     print(f"logits      {_size(logits['tree'])} for {logits['micro_batch']} sequences; a dense head over the vocabulary "
           f"{_size(logits['dense'])} ({logits['ratio']:.0f} x)")
     print(f"memory      {_size(memory['total'])} at micro-batch {logits['micro_batch']}: {_size(memory['fixed'])} fixed, "
-          f"{_size(memory['per_sequence'])} a sequence")
+          f"{_size(memory['per_sequence'])} a sequence ({memory['means']})")
     training = plan["training"]
     print(f"training    {training['steps']:,} steps x {training['batch']} x {training['length']} = "
           f"{training['token_positions'] / 1e9:.2f}B token positions")
     for chip in plan["time"]["chips"]:
         fits = f"micro-batch up to {chip['largest_micro_batch']}" if chip.get("largest_micro_batch") else "does not fit"
         print(f"  {chip['chip']:12s} {_hours(chip['hours']):>10s} at {100 * plan['time']['assumed_mfu']:.0f}% of peak, {fits}")
+    for card in plan["cards"]:
+        choice = "does not fit" if card["micro_batch"] is None else \
+            f"micro-batch {card['micro_batch']}, memory {card['memory']}: {_size(card['predicted'])}"
+        print(f"  --card {card['gib']:<5d} {choice}")
 
 
 def _size(count: float) -> str:

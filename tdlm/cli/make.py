@@ -167,6 +167,8 @@ class Train:
     """cpu, cuda or cuda:N (default: a GPU if there is one)."""
     compile: Annotated[bool | None, arg(metavar="True|False", help_behavior_hint="")] = None
     """torch.compile the backbone (default: on a GPU)."""
+    card: Annotated[str | None, arg(metavar="GIB|auto", help_behavior_hint="")] = None
+    """Choose train.micro_batch and train.memory so that the run fits a GPU of so many GiB (auto: this one)."""
     dry_run: Flag = False
     """Parameters, FLOPs, memory and time; needs neither data nor tree."""
     vocabulary: int = 50_258
@@ -208,11 +210,13 @@ class Train:
                               "without --tree; leave them out, or build such a tree with tdlm tree build")
         if self.dry_run:
             from ..console import show_plan
-            from ..train.plan import plan
+            from ..train.plan import plan, sized_tree
             from ..tree.tree import Tree
 
-            result = plan(config, vocabulary=self.vocabulary, branching=self.branching,
-                          tree=Tree.load(self.tree) if self.tree else None)
+            tree = Tree.load(self.tree) if self.tree else None
+            if self.card is not None:
+                config = self.fitted(config, tree or sized_tree(config, self.vocabulary, self.branching), self.compile)
+            result = plan(config, vocabulary=self.vocabulary, branching=self.branching, tree=tree, fused=self.compile)
             if not self.json:
                 show_plan(result)
             return result
@@ -223,8 +227,43 @@ class Train:
         from ..train.loop import train
 
         assert self.data and self.out
+        if self.card is not None:
+            config = self.for_this_card(config)
         return train(config, data=self.data, tree=self.tree, out=self.out, device=self.device, compile=self.compile,
                      init=self.init)
+
+    def for_this_card(self, config: Any) -> Any:
+        from importlib.util import find_spec
+
+        from ..data.store import TokenStore
+        from ..device import choose_device
+        from ..train.loop import tree_of
+
+        assert self.data
+        device = choose_device(self.device)
+        if device.type != "cuda":
+            raise ConfigError("--card is about the memory of a GPU, and this run has none; leave it out, or add --dry-run")
+        fused = find_spec("triton") is not None if self.compile is None else self.compile
+        return self.fitted(config, tree_of(config, self.tree, TokenStore(self.data))[0], fused)
+
+    def fitted(self, config: Any, tree: Any, fused: bool | None) -> Any:
+        """`config` with micro-batch and memory for the card."""
+        from ..train.card import card_bytes, choose
+        from ..train.plan import meta_model
+
+        assert self.card is not None
+        named = [name for name in ("train.micro_batch", "train.memory") if any(item.startswith(name + "=") for item in self.set)]
+        if named:
+            raise ConfigError(f"--card chooses {named[0]} itself; leave out --card, or --set {named[0]}")
+        size = card_bytes(self.card, self.device)
+        choice = choose(config, meta_model(config, tree), size, tree.height, fused)
+        if choice is None:
+            raise ConfigError(f"{config.name} does not fit into {size / 2**30:.1f} GiB with even one sequence at a time; take "
+                              "a smaller network, for example --set backbone.width=512 --set backbone.heads=8")
+        train = choice.config.train
+        say(f"for a card of {size / 2**30:.1f} GiB: train.micro_batch={train.micro_batch or train.batch}, "
+            f"train.memory={train.memory}; predicted: {choice.memory['total'] / 2**30:.1f} GiB")
+        return choice.config
 
 
 @dataclass

@@ -12,8 +12,7 @@ the whole tree at every position: H K instead of K. Causal attention is counted 
 number of logits than K says so itself (`classes`: V for a dense head), one with another cost than one matrix too (`flops`,
 per position).
 
-Memory is that of training without torch.compile: float32 weights, gradients and two moments, plus what autograd keeps
-for the backward pass, found by running the real backbone on fake tensors (shapes and dtypes only), plus the logits.
+Memory: `memory.py`.
 """
 from __future__ import annotations
 
@@ -21,31 +20,30 @@ import itertools
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from ..assemble import assemble
 from ..config import RunConfig
 from ..errors import ConfigError
-from ..model.model import Model, autocast, count_parameters
+from ..model.model import Model, count_parameters
 from ..tree.tree import Tree
+from .card import CARDS, GIB, choose, largest
+from .memory import Predictor, classes, predictor
 from .metrics import CHIPS
 
 ASSUMED_MFU = 0.4
 """Share of a chip's peak that the time estimate assumes; measure your own and scale."""
-LOGIT_BYTES = 12
-"""Kept per logit of the head: float32 masked logits and their softmax, and the gradient while it is formed."""
 
 
-def plan(config: RunConfig, *, vocabulary: int = 50_258, branching: int = 512,
-         tree: Tree | None = None) -> dict[str, Any]:
+def plan(config: RunConfig, *, vocabulary: int = 50_258, branching: int = 512, tree: Tree | None = None,
+         fused: bool | None = None) -> dict[str, Any]:
     """Parameters, FLOPs, memory and time of a run, as plain JSON data; see the top of the file for the formulas.
 
     Without a tree the sizes are those of a complete one for `vocabulary` tokens (PAD included) with `branching`
-    children a node. The default is the GPT-2 vocabulary and PAD.
+    children a node. The default is the GPT-2 vocabulary and PAD. `fused` False: memory without fused blocks.
     """
     known = tree is not None
-    if tree is None:
-        tree = Tree.star(vocabulary) if config.method.flat else complete_tree(vocabulary, branching)
+    tree = sized_tree(config, vocabulary, branching) if tree is None else tree
     model = meta_model(config, tree)
     return {
         "name": config.name,
@@ -54,37 +52,48 @@ def plan(config: RunConfig, *, vocabulary: int = 50_258, branching: int = 512,
                  "embedding_rows": model.backbone.embedding.num_embeddings},
         "parameters": count_parameters(model),
         "flops_per_token": train_flops(model, config, tree.height),
-        **_budget(config, model, tree),
+        **_budget(config, model, tree, fused),
         "config": config.to_json(),
     }
 
 
-def _budget(config: RunConfig, model: Model, tree: Tree) -> dict[str, Any]:
+def _budget(config: RunConfig, model: Model, tree: Tree, fused: bool | None) -> dict[str, Any]:
     settings, length = config.train, config.data.length
     micro = settings.micro_batch or settings.batch
     tokens = settings.steps * settings.batch * length
     flops = train_flops(model, config, tree.height)["train"]
-    memory = predicted_memory(config, model, micro, tree.height)
+    predict = predictor(config, model, tree.height, fused)
     value = 2 if settings.dtype == "bfloat16" else 4
     return {
         "training": {"steps": settings.steps, "batch": settings.batch, "length": length, "token_positions": tokens,
                      "flops": tokens * flops},
-        "memory": memory,
+        "memory": predict(micro),
         "logits": {"micro_batch": micro, "bytes_per_value": value, "tree": micro * length * classes(model) * value,
                    "dense": micro * length * tree.size * value, "ratio": tree.size / classes(model)},
-        "time": {"assumed_mfu": ASSUMED_MFU, "chips": [_chip(config, memory, flops, tokens, *chip) for chip in CHIPS]},
+        "time": {"assumed_mfu": ASSUMED_MFU, "chips": [_chip(settings.batch, predict, flops, tokens, *chip) for chip in CHIPS]},
+        "cards": [_card(config, model, size, tree.height, fused) for size in CARDS],
     }
 
 
-def _chip(config: RunConfig, memory: dict[str, Any], flops: int, tokens: int, name: str, teraflops: float,
+def _chip(batch: int, predict: Predictor, flops: int, tokens: int, name: str, teraflops: float,
           gigabytes: float) -> dict[str, Any]:
     """Time on one chip, and how many sequences its memory takes at once (a tenth is left for the rest)."""
     speed = ASSUMED_MFU * teraflops * 1e12 / flops
-    room = int((0.9 * gigabytes * 1e9 - memory["fixed"]) // memory["per_sequence"])
-    batch = config.train.batch
-    fits = max((size for size in range(1, batch + 1) if batch % size == 0 and size <= room), default=None)
     return {"chip": name, "peak_tflops": teraflops, "memory_gb": gigabytes, "tokens_per_second": round(speed),
-            "hours": round(tokens / speed / 3600, 4), "largest_micro_batch": fits}
+            "hours": round(tokens / speed / 3600, 4), "largest_micro_batch": largest(predict, batch, gigabytes * 1e9)}
+
+
+def _card(config: RunConfig, model: Model, size: int, height: int, fused: bool | None) -> dict[str, Any]:
+    """What `--card` would choose."""
+    choice = choose(config, model, size * GIB, height, fused)
+    if choice is None:
+        return {"gib": size, "micro_batch": None, "memory": None, "predicted": None}
+    return {"gib": size, "micro_batch": choice.memory["micro_batch"], "memory": choice.config.train.memory,
+            "predicted": choice.memory["total"]}
+
+
+def sized_tree(config: RunConfig, vocabulary: int, branching: int) -> Tree:
+    return Tree.star(vocabulary) if config.method.flat else complete_tree(vocabulary, branching)
 
 
 def meta_model(config: RunConfig, tree: Tree) -> Model:
@@ -119,11 +128,6 @@ def levels_scored(config: RunConfig, height: int) -> int:
     return height if config.method.causal else 1
 
 
-def classes(model: Model) -> int:
-    """Logits of a scored position (K above)."""
-    return getattr(model.head, "classes", model.head.branching)  # type: ignore[attr-defined]
-
-
 def train_flops(model: Model, config: RunConfig, height: int = 1) -> dict[str, Any]:
     """FLOPs per token position, forward and for a training step; a left-to-right method needs the tree's height."""
     width, length = model.backbone.width, config.data.length
@@ -133,43 +137,3 @@ def train_flops(model: Model, config: RunConfig, height: int = 1) -> dict[str, A
     forward = sum(parts.values())
     return {**parts, "forward": forward, "train": 3 * forward,
             "formula": "forward = 2 W + 4 S d L + 2 d K; train = 3 forward (docs/training.md)"}
-
-
-def predicted_memory(config: RunConfig, model: Model, micro: int, height: int = 1) -> dict[str, Any]:
-    """Bytes of a training step with `micro` sequences at once; linear in them, so two fake runs tell all."""
-    total = count_parameters(model)["total"]
-    one, two = (activation_bytes(config, model, sequences) for sequences in (1, 2))
-    logits = config.data.length * classes(model) * levels_scored(config, height) * LOGIT_BYTES
-    fixed = {"weights": 4 * total, "gradients": 4 * total, "optimizer": 8 * total,
-             "average": 0 if config.train.ema is None else 4 * total, "weight_casts": max(0, 2 * one - two)}
-    per_sequence = two - one + logits
-    return {"micro_batch": micro, **fixed, "activations": micro * (two - one), "logits": micro * logits,
-            "total": sum(fixed.values()) + micro * per_sequence, "fixed": sum(fixed.values()),
-            "per_sequence": per_sequence}
-
-
-def activation_bytes(config: RunConfig, model: Model, sequences: int) -> int:
-    """What autograd keeps of the backbone's forward pass, each storage once, parameters left out."""
-    from torch._subclasses.fake_tensor import FakeTensorMode  # no public name yet; it is what torch.compile stands on
-
-    kept: dict[int, Any] = {}
-    cpu = torch.device("cpu")
-    nodes = model.backbone.embedding.num_embeddings
-    rows = getattr(getattr(model.backbone, "condition", None), "rows", None)
-    levels = getattr(rows, "num_embeddings", 1)
-    with FakeTensorMode():
-        # the backbone again, with fake CPU parameters: meta tensors know no autocast
-        backbone = config.backbone.build(nodes, levels)
-        own = {parameter.untyped_storage()._cdata for parameter in backbone.parameters()}
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage._cdata not in own:
-                kept[storage._cdata] = storage  # holding it keeps its address from being used again
-            return tensor
-
-        ids = torch.zeros(sequences, config.data.length, dtype=torch.int64)
-        level = torch.zeros(sequences, dtype=torch.int64)
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor), autocast(cpu, config.train.dtype):
-            hidden = backbone(ids, torch.zeros(sequences), level)
-        return sum(storage.nbytes() for storage in kept.values()) + hidden.untyped_storage().nbytes()

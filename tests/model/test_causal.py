@@ -18,7 +18,8 @@ from tdlm.model.causal import Cache
 from tdlm.model.model import autocast, count_parameters
 from tdlm.model.transformer import round_up
 from tdlm.objectives import Autoregressive, AutoregressiveTree, TreeMethod
-from tdlm.train.plan import complete_tree, meta_model, plan, predicted_memory, train_flops
+from tdlm.train.memory import predicted_memory
+from tdlm.train.plan import complete_tree, meta_model, plan, train_flops
 from tdlm.tree import Tree
 
 STYLES = ["llama", "gpt2"]

@@ -17,7 +17,9 @@ from tdlm.errors import ConfigError
 from tdlm.model import Dense, PerLevel, Tied
 from tdlm.objectives.tree import TreeMethod
 from tdlm.rng import Draws
-from tdlm.train.plan import complete_tree, matrix_weights, meta_model, plan, predicted_memory, train_flops
+from tdlm.train.card import BUSY, CARDS, GIB, ROOM, choose, divisors, largest
+from tdlm.train.memory import predicted_memory, predictor
+from tdlm.train.plan import complete_tree, matrix_weights, meta_model, plan, train_flops
 
 SMALL = RunConfig("small", TreeMethod(), backbone=BackboneConfig(blocks=17, width=768, heads=12))
 BASE = RunConfig("base", TreeMethod(), backbone=BackboneConfig(blocks=27, width=1024, heads=16))
@@ -85,17 +87,17 @@ def test_predicted_activations_are_what_autograd_keeps(dtype: str) -> None:
             torch.autocast("cpu", torch.bfloat16, enabled=dtype == "bfloat16"):
         hidden = model.hidden(torch.zeros(4, 32, dtype=torch.int64), torch.zeros(4), None)
     real = sum(t.untyped_storage().nbytes() for t in kept.values()) + hidden.untyped_storage().nbytes()
-    memory = predicted_memory(config, meta_model(config, complete_tree(64, 8)), 4)
+    memory = predicted_memory(config, meta_model(config, complete_tree(64, 8)), 4, fused=False)
     assert memory["activations"] + memory["weight_casts"] == pytest.approx(real, rel=0.05)
 
 
-def test_memory_is_linear_and_the_parts_add_up() -> None:
+def test_memory_without_fused_blocks_is_linear_and_the_parts_add_up() -> None:
     model = meta_model(TINY, complete_tree(64, 8))
-    two, four = predicted_memory(TINY, model, 2), predicted_memory(TINY, model, 4)
-    assert four["total"] - two["total"] == 2 * two["per_sequence"]
+    two, four = (predicted_memory(TINY, model, micro, fused=False) for micro in (2, 4))
+    assert four["total"] - two["total"] == 2 * two["per_sequence"] and two["fixed"] + 2 * two["per_sequence"] == two["total"]
     total = sum(p.numel() for p in model.parameters())
     assert two["weights"] == 4 * total and two["optimizer"] == 8 * total and two["average"] == 0
-    with_average = predicted_memory(replace(TINY, train=replace(TINY.train, ema=0.99)), model, 2)
+    with_average = predicted_memory(replace(TINY, train=replace(TINY.train, ema=0.99)), model, 2, fused=False)
     assert with_average["total"] - two["total"] == 4 * total
 
 
@@ -115,7 +117,7 @@ def test_every_head_is_counted(head: Any) -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_dense_head_counts_the_vocabulary(tied: bool) -> None:
     config = replace(TINY, method=TreeMethod(head=Dense(tied)))
-    dense, shared = plan(config, vocabulary=100, branching=10), plan(TINY, vocabulary=100, branching=10)
+    dense, shared = (plan(made, vocabulary=100, branching=10, fused=False) for made in (config, TINY))
     assert dense["parameters"]["head"] == (100 if tied else 65 * 100)
     assert dense["flops_per_token"]["head"] == 2 * 64 * 100 == 10 * shared["flops_per_token"]["head"]
     assert dense["memory"]["logits"] == 10 * shared["memory"]["logits"]
@@ -133,3 +135,69 @@ def test_nothing_random_is_touched() -> None:
 def test_sizes_beside_a_tree_are_refused_and_not_ignored(typed: str) -> None:
     with pytest.raises(ConfigError, match="for --dry-run without --tree"):
         parse(["train", "demo", *typed.split()]).run()
+
+
+TIED = replace(SMALL, method=TreeMethod(head=Tied()), backbone=BackboneConfig(blocks=12, conditioning="level"))
+
+
+@pytest.mark.parametrize("batch", [64, 512])
+@pytest.mark.parametrize("config", [SMALL, TIED])
+def test_every_card_has_its_setting(config: RunConfig, batch: int) -> None:
+    """It fits, a larger micro-batch would not, and everything is kept where that leaves enough to do."""
+    config = replace(config, train=replace(config.train, batch=batch, stream="bfloat16"))
+    model, before = meta_model(config, complete_tree(50_258, 512)), 0
+    for size in CARDS:
+        choice = choose(config, model, size * GIB, 2)
+        assert choice is not None
+        train, micro = choice.config.train, choice.memory["micro_batch"]
+        assert train.micro_batch in (micro, None) and (train.micro_batch or batch) == micro and batch % micro == 0
+        assert choice.memory == predicted_memory(choice.config, model, micro, 2) and choice.memory["total"] <= ROOM * size * GIB
+        if micro < batch:
+            assert predicted_memory(choice.config, model, 2 * micro, 2)["total"] > ROOM * size * GIB
+        if train.memory == "lean":
+            kept = replace(choice.config, train=replace(train, memory="fast"))
+            assert (largest(predictor(kept, model, 2), batch, size * GIB) or 0) * 512 < BUSY
+        assert micro * 512 >= BUSY and micro >= before and choice.config.name == config.name
+        before = micro
+        if size == 6:
+            assert choice.memory["total"] <= 6 * GIB
+    assert before >= 64
+
+
+def test_a_card_that_is_too_small_has_none_and_other_networks_choose_the_micro_batch_alone() -> None:
+    assert choose(SMALL, meta_model(SMALL, complete_tree(50_258, 512)), GIB) is None
+    config = replace(TINY, train=replace(TINY.train, batch=8))
+    plain = choose(config, meta_model(config, complete_tree(64, 8)), 20 * 2**20, fused=False)
+    assert plain is not None and plain.config.train.memory == "fast" and "without fused" in plain.memory["means"]
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64, 360, 99_999_999_999, 10**30])
+def test_divisors_of_a_batch_of_any_size(batch: int) -> None:
+    found = divisors(batch, 500)
+    assert found == [i for i in range(1, min(batch, 500) + 1) if batch % i == 0]
+    assert divisors(batch, 0) == []
+
+
+def test_a_dry_run_of_an_absurd_batch_ends() -> None:
+    result = plan(replace(TINY, train=replace(TINY.train, batch=99_999_999_999)), vocabulary=64, branching=8)
+    assert all(99_999_999_999 % chip["largest_micro_batch"] == 0 for chip in result["time"]["chips"])
+    json.dumps(result, allow_nan=False)
+
+
+@pytest.mark.parametrize(("typed", "message"), [
+    ("--card 8 --dry-run --set train.memory=lean", "chooses train.memory itself"), ("--card x --dry-run", "number of GiB"),
+    ("--card -1 --dry-run", "number of GiB"), ("--card 1 --dry-run", "does not fit"), ("--card 8 --device cpu "
+     "--data DIR --tree FILE --out RUN", "memory of a GPU"), ("--card auto --device cpu --dry-run", "there is none")])
+def test_a_card_that_cannot_be_had_is_refused(typed: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse(["train", "small", *typed.split()]).run()
+
+
+def test_a_card_chooses_and_says_what(capsys: pytest.CaptureFixture[str]) -> None:
+    result = parse(["train", "small", "--dry-run", "--card", "8", "--batch", "64", "--json"]).run()
+    train = result["config"]["train"]
+    assert result["memory"]["micro_batch"] == train["micro_batch"] < 64
+    assert f"train.micro_batch={train['micro_batch']}, train.memory={train['memory']}" in capsys.readouterr().err
+    own = next(card for card in result["cards"] if card["gib"] == 8)
+    assert own == {"gib": 8, "micro_batch": train["micro_batch"], "memory": train["memory"],
+                   "predicted": result["memory"]["total"]}
