@@ -13,14 +13,17 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ..registry import register
+from ..rng import sent
 from ..tree.tree import Tree
-from .head import TiedHead, wider
+from .head import TiedHead, arranged, weighted_nll, wider
+from .kernels.rows import take_parts
 
 
 class _Steps(TiedHead):
@@ -36,6 +39,25 @@ class _Steps(TiedHead):
     @property
     def weight(self) -> Float[Tensor, "N d"]:
         return torch.cat([self._rows[0].weight[: self.tokens], self.inner])
+
+
+class Questions(NamedTuple):
+    """All steps of some paths, in the order in which the steps' head wants them."""
+
+    order: Int[Tensor, "M"]
+    """Of the paths: any will do."""
+    row: Int[Tensor, "Q"]
+    """Which path a step is of."""
+    parent: Int[Tensor, "Q"]
+    slot: Int[Tensor, "Q"]
+    runs: list[int]
+    """How many neighbouring steps are of one level, and so of different paths."""
+    steps: Any
+    """The steps' own order, or None."""
+
+    def to(self, device: torch.device) -> Questions:
+        return self._replace(row=sent(self.row, device), parent=sent(self.parent, device), slot=sent(self.slot, device),
+                             steps=None if self.steps is None else self.steps.to(device))
 
 
 class PathHead(nn.Module):
@@ -55,6 +77,7 @@ class PathHead(nn.Module):
         tables = {"ancestor": tree.ancestor, "slot": tree.slot, "choice": choice, "over": over}
         for name, table in tables.items():
             self.register_buffer(name, table.clone(), persistent=False)
+        self.known = tuple(table.cpu() for table in (tree.ancestor, tree.slot, choice))  # in a tuple: stays with the processor
 
     def start_at(self, mass: Float[Tensor, "N"]) -> None:
         """The unigram model: biases at the log mass of every node."""
@@ -67,6 +90,25 @@ class PathHead(nn.Module):
         token = slot[row]
         costs = self.steps.nll(hidden[row], self.ancestor[level + 1, token], self.slot[level, token])
         return torch.zeros(len(slot), dtype=costs.dtype, device=costs.device).index_add(0, row, costs)
+
+    def arrange(self, parent: Int[Tensor, "M"], slot: Int[Tensor, "M"]) -> Questions:
+        ancestor, slots, choice = self.known
+        place = choice[:, slot].flatten().nonzero()[:, 0]
+        level, row = place // len(slot), place % len(slot)
+        token = slot[row]
+        above, child = ancestor[level + 1, token], slots[level, token]
+        steps = arranged(self.steps, above, child)
+        if steps is not None:
+            level, row, above, child = (values[steps.order] for values in (level, row, above, child))
+        runs = level.unique_consecutive(return_counts=True)[1].tolist()
+        return Questions(torch.arange(len(slot)), row, above, child, runs, steps)
+
+    def sorted(self, hidden: Float[Tensor, "M d"], slot: Int[Tensor, "M"], share: Float[Tensor, "M"],
+               order: Questions) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
+        """(sum of share x nll, nll), and nothing waits for the device."""
+        steps = take_parts(hidden, order.row, order.runs)
+        total, costs = weighted_nll(self.steps, steps, order.parent, order.slot, share[order.row], order.steps)
+        return total, torch.zeros(len(hidden), dtype=costs.dtype, device=costs.device).index_add(0, order.row, costs)
 
     def log_probs(self, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"]) -> Float[Tensor, "M V"]:
         """Of every node its score less the log of the sum over its siblings; of a token the sum along its path."""

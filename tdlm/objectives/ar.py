@@ -30,21 +30,22 @@ the first token.)
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..errors import ConfigError
 from ..model.head import Shared, Tied, takes_all, weighted_nll
+from ..model.kernels.rows import take_parts
 from ..model.model import Network
 from ..registry import register
 from ..rng import Draws
 from ..sample.causal import generate_left_to_right
 from ..sample.draw import Sampled
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, Places, by_row, choose_sampler, is_pad
+from .base import Estimator, Loss, Pad, Places, by_row, choose_sampler, delivered, is_pad, ordered
 
 
 @register("ar")
@@ -77,8 +78,28 @@ class AutoregressiveTree:
         return AutoregressiveObjective(tree, pad_id, self.pad)
 
 
+class Sheet(NamedTuple):
+    """What the network is shown and asked, in the order its head wants."""
+
+    nodes: Int[Tensor, "B S"]
+    every: bool
+    """Whether all positions are asked about at all levels, level by level."""
+    runs: list[int] | None
+    """How many neighbouring questions are of one level, where the processor knows it."""
+    place: Int[Tensor, "M"]
+    """Positions counted through the batch."""
+    cell: Int[Tensor, "M"]
+    """Row and level."""
+    parent: Int[Tensor, "M"]
+    slot: Int[Tensor, "M"]
+    tokens: Int[Tensor, "B"]
+    order: Any
+    """The head's own (`head.arranged`), or None."""
+
+
 class AutoregressiveObjective:
     causal = True
+    prepares = True
     knows_level = False
     samplers = ("ancestral",)
 
@@ -88,6 +109,7 @@ class AutoregressiveObjective:
                               "use the PAD mode count, or drop to leave PAD out")
         self.tree, self.pad_id, self.pad = tree, pad_id, pad
         self.num_states, self.levels = tree.nodes, tree.height
+        self.known = tree.to("cpu") if tree.ancestor.is_cuda else None
 
     def with_pad(self, pad: Pad) -> AutoregressiveObjective:
         return AutoregressiveObjective(self.tree, self.pad_id, pad)
@@ -100,22 +122,46 @@ class AutoregressiveObjective:
         return {"exact": self.loss}
 
     def loss(self, model: Network, tokens: Int[Tensor, "B S"], *, draws: Draws) -> Loss:
-        pad = is_pad(tokens, self.pad_id)
-        parent = self.tree.ancestor[1:, tokens]
-        choices = self.tree.num_children[parent] > 1
+        return self.complete(model, self.prepare(model.head, tokens, draws))
+
+    def prepare(self, head: Any, tokens: Int[Tensor, "B S"], draws: Draws) -> Sheet:
+        """Everything of `loss` that does not depend on the network, where the tokens are; for draws.device."""
+        tree, pad = self.tables(tokens), is_pad(tokens, self.pad_id)
+        parent = tree.ancestor[1:, tokens]
+        choices = tree.num_children[parent] > 1
         if self.pad == "drop":
             choices = choices & ~pad
-        start = torch.full_like(tokens[:, :1], self.tree.root)
-        no_time = torch.zeros(len(tokens), dtype=torch.float64, device=tokens.device)
-        hidden = model.hidden(torch.cat([start, tokens[:, :-1]], 1), no_time, None)
+        start = torch.full_like(tokens[:, :1], tree.root)
         # of all positions and levels, where nothing is left out or the head makes nothing of steps without a choice
-        places = Places(choices, every=self.pad != "drop" and (self.levels == 1 or takes_all(model.head, hidden)))
+        places = Places(choices, every=self.pad != "drop" and (self.levels == 1 or takes_all(head, tokens)))
+        order = ordered(head, places.of(parent), places.of(tree.slot[:, tokens]), draws.device)
+        if order is not None and not places.every:  # all of one level have one parent, and lie sorted
+            places.sort(order.order)
         level, row, column = places.index
-        here = hidden.expand(self.levels, -1, -1, -1).flatten(0, 2) if places.every else hidden[row, column]
-        share = torch.full_like(row, 1 / tokens.numel(), dtype=torch.float64)
-        train, nll = weighted_nll(model.head, here, places.of(parent), places.of(self.tree.slot[:, tokens]), share)
-        levels = by_row(row * self.levels + level, nll, len(tokens) * self.levels).view(-1, self.levels)
-        return Loss(train, levels.sum(1), {"levels": levels, "tokens": (~pad).sum(1)})
+        runs = None if places.every or tokens.is_cuda else level.unique_consecutive(return_counts=True)[1].tolist()
+        return delivered(Sheet(
+            torch.cat([start, tokens[:, :-1]], 1), places.every, runs, row * tokens.shape[1] + column, row * self.levels + level,
+            places.of(parent), places.of(tree.slot[:, tokens]), (~pad).sum(1), order), draws.device)
+
+    def complete(self, model: Network, sheet: Sheet) -> Loss:
+        B, S = sheet.nodes.shape
+        no_time = torch.zeros(B, dtype=torch.float64, device=sheet.nodes.device)
+        hidden = model.hidden(sheet.nodes, no_time, None)
+        share = torch.full_like(sheet.cell, 1 / (B * S), dtype=torch.float64)
+        train, nll = weighted_nll(model.head, self.here(hidden, sheet), sheet.parent, sheet.slot, share, sheet.order)
+        levels = by_row(sheet.cell, nll, B * self.levels).view(-1, self.levels)
+        return Loss(train, levels.sum(1), {"levels": levels, "tokens": sheet.tokens})
+
+    def here(self, hidden: Float[Tensor, "B S d"], sheet: Sheet) -> Float[Tensor, "M d"]:
+        """The answers of the positions that are scored; every level asks the same one."""
+        if sheet.every:
+            return hidden.expand(self.levels, -1, -1, -1).flatten(0, 2)
+        rows = hidden.flatten(0, 1)
+        return rows[sheet.place] if sheet.runs is None else take_parts(rows, sheet.place, sheet.runs)
+
+    def tables(self, like: Tensor) -> Tree:
+        """The tree where `like` lies."""
+        return self.known if self.known is not None and not like.is_cuda else self.tree
 
     def sample(self, model: Network, shape: tuple[int, int], *, steps: int, draws: Draws, prefix: Tensor | None = None,
                sampler: str | None = None, **options: Any) -> Sampled:

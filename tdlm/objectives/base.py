@@ -19,7 +19,7 @@ from ..errors import SampleError
 from ..model.head import arranged
 from ..model.model import Network
 from ..registry import suggest
-from ..rng import Draws
+from ..rng import Draws, sent
 from ..tree.tree import Tree
 
 Pad = Literal["count", "given-length", "drop"]
@@ -125,6 +125,21 @@ def ordered(head: Any, parent: Tensor, slot: Tensor, device: torch.device) -> An
     return arranged(head, parent, slot) if sorts(parent, device) else None
 
 
+_Sheet = TypeVar("_Sheet", bound=tuple)
+
+
+def delivered(sheet: _Sheet, device: torch.device) -> _Sheet:
+    """A named tuple with all its tensors on `device`, without waiting; parts that know what a GPU needs of them are asked."""
+    def send(part: Any) -> Any:
+        if isinstance(part, Tensor):
+            return sent(part, device)
+        if hasattr(part, "to"):
+            return part.to(device)
+        return delivered(part, device) if hasattr(part, "_fields") else part
+
+    return type(sheet)(*map(send, sheet))
+
+
 def by_row(row: Tensor, values: Tensor, rows: int) -> Tensor:
     """Sums (rows,) of values at single positions, in float64 and detached: how bounds are added up."""
     empty = torch.zeros(rows, dtype=torch.float64, device=values.device)
@@ -150,6 +165,9 @@ class Places:
     def of(self, values: Tensor) -> Tensor:
         """What stands there: (B, S, ...) -> (M, ...)."""
         return values.flatten(0, len(self.index) - 1) if self.every else values[self.index]
+
+    def sort(self, order: Tensor) -> None:
+        self.every, self.index = False, tuple(index[order] for index in self.index)
 
 
 def choose_sampler(samplers: tuple[str, ...], name: str | None) -> str:

@@ -33,7 +33,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from jaxtyping import Float, Int
@@ -46,10 +46,10 @@ from ..model.kernels.rows import take
 from ..model.model import Network
 from ..process import Hierarchical, Moment, corrupt
 from ..registry import register
-from ..rng import Draws, sent
+from ..rng import Draws
 from ..sample import Sampled, generate
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, beside, by_row, choose_sampler, in_pad_mode, is_pad, ordered
+from .base import Estimator, Loss, Pad, beside, by_row, choose_sampler, delivered, in_pad_mode, is_pad, ordered
 from .tree import SAMPLERS
 from .wide import in_parts
 
@@ -80,8 +80,7 @@ class HdlmMethod:
         return HdlmObjective(self, tree, pad_id)
 
 
-@dataclass(frozen=True)
-class Sheet:
+class Sheet(NamedTuple):
     """What the network is shown and asked, in the order its head wants, and with which weights."""
 
     nodes: Int[Tensor, "B S"]
@@ -186,7 +185,6 @@ class HdlmObjective:
         order = ordered(head, state, slot, device) if self.method.xi == 1 else None
         if order is not None:
             place, state, token, level, slot = (values[order.order] for values in (place, state, token, level, slot))
-            order = order.to(device)
         row, unseen = place // tokens.shape[1], pad.flatten()[place]
         weight, share = moment.weight[row, level], self.train_weight(moment)[row, level]
         if self.method.variant == "faithful":
@@ -194,8 +192,8 @@ class HdlmObjective:
         else:
             share = share / tokens.numel()
         weight = weight.masked_fill(unseen, 0) if self.pad == "drop" else weight
-        parts = (nodes, moment.time, place, state, token, slot, row * self.levels + level, weight, share, (~pad).sum(1))
-        return Sheet(*(sent(values, device) for values in parts), order)
+        return delivered(Sheet(nodes, moment.time, place, state, token, slot, row * self.levels + level, weight, share,
+                               (~pad).sum(1), order), device)
 
     def complete(self, model: Network, sheet: Sheet) -> Loss:
         hidden = take(model.hidden(sheet.nodes, sheet.time, None).flatten(0, 1), sheet.place)

@@ -11,8 +11,8 @@ from torch import Tensor
 from ..model.kernels.rows import take
 from ..model.model import Network
 from ..process.flat import Hybrid, Mix, Uniform, corrupt
-from ..rng import Draws, sent
-from .base import Pad, Places, is_pad, ordered
+from ..rng import Draws
+from .base import Pad, Places, delivered, is_pad, ordered
 
 
 class Noisy(NamedTuple):
@@ -76,9 +76,8 @@ def write(head: Any, process: Hybrid | Uniform, places: Places, tokens: Int[Tens
           device: torch.device) -> Sheet:
     """The sheet of these positions, for `device`. `head`: the one that is asked for single tokens, if any."""
     token, seen, (row, column) = places.of(tokens), places.of(parts.state), places.index
-    order = ordered(head, seen, token, device)  # under one root any order is sorted
-    mix = Mix(*(sent(number[row], device) for number in process.at(time)))
-    place = None if places.every else sent(row * tokens.shape[1] + column, device)
-    columns = (sent(values, device) for values in (row, token, seen, places.of(weight), places.of(share)))
-    return Sheet(sent(parts.state, device), sent(time, device), place, *columns, mix, sent((~parts.pad).sum(1), device),
-                 sent(parts.counted.sum(1), device), None if order is None else order.to(device))
+    order = None if head is None else ordered(head, seen, token, device)  # under one root any order is sorted
+    place = None if places.every else row * tokens.shape[1] + column
+    mix = Mix(*(number[row] for number in process.at(time)))
+    return delivered(Sheet(parts.state, time, place, row, token, seen, places.of(weight), places.of(share), mix,
+                           (~parts.pad).sum(1), parts.counted.sum(1), order), device)

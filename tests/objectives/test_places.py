@@ -23,14 +23,17 @@ TOKENS = torch.randint(0, 6, (5, 4), generator=torch.Generator().manual_seed(1))
 
 
 class Watched(TorchDispatchMode):
-    """The names of all operations."""
+    """The names of all operations; indexing by a mask looks up where it is set."""
 
     def __init__(self) -> None:
         super().__init__()
         self.names: set[str] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.add(func.name().split(".")[0])
+        name = func.name().split(".")[0]
+        indices = args[1] if name.lstrip("aten:_").startswith("index") and isinstance(args[1], list | tuple) else ()
+        masked = any(index is not None and index.dtype == torch.bool for index in indices)
+        self.names |= {name, "aten::nonzero"} if masked else {name}
         return func(*args, **(kwargs or {}))
 
 

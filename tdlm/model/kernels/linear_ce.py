@@ -35,7 +35,7 @@ def linear_cross_entropy(hidden: Float[Tensor, "M d"], weight: Float[Tensor, "ro
     """(sum of share x nll, nll without gradient). `classes`: how many rows of `weight` are real (the rest is padding)."""
     if not torch.is_grad_enabled() or not any(t is not None and t.requires_grad for t in (hidden, weight, bias)):
         nll = _blocks(hidden, weight, bias, target, None, classes, until)[0]
-        return (nll * share).sum(), nll
+        return (nll * share.to(nll.dtype)).sum(), nll
     return _LinearCrossEntropy.apply(hidden, weight, bias, target, share, classes, until)  # type: ignore[no-any-return]
 
 
@@ -46,7 +46,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         nll, *gradients = _blocks(hidden, weight, bias, target, share, classes, until)
         context.save_for_backward(*gradients)
         context.mark_non_differentiable(nll)
-        return (nll * share).sum(), nll
+        return (nll * share.to(nll.dtype)).sum(), nll
 
     @staticmethod
     def backward(context: Any, total: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]

@@ -129,4 +129,4 @@ def take(hidden: Float[Tensor, "N d"], index: Int[Tensor, "M"]) -> Float[Tensor,
 
 def take_parts(hidden: Float[Tensor, "N d"], index: Int[Tensor, "M"], sizes: list[int]) -> Float[Tensor, "M d"]:
     """Rows that are taken again, but not within one of the parts of these sizes."""
-    return torch.cat([take(hidden, part) for part in index.split(sizes)])
+    return torch.cat([take(hidden, part) for part in index.split(sizes or [0])])
