@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tdlm.sample import Choice
 from tdlm.sample.draw import _first_above
-from tdlm.sample.flat import Looking, Plan, Posterior, mixture
+from tdlm.sample.flat import Looking, Plan, Posterior, _step, mixture
 
 STRETCH, ALIGNED = 256, 4096
 ROWS = 8192
@@ -33,7 +33,8 @@ class Everywhere(Posterior):
                 choice: Choice) -> Tensor:
         matrix, offset = padded(head)
         logits = torch.addmm(offset, hidden.to(matrix.dtype), matrix.T)
-        return mixture(self.process, state, uniform, later, earlier, *drawing(logits, state.clamp(max=self.process.size - 1)))
+        size, step = self.process.size, _step(self.process, later, earlier)
+        return mixture(size, state, uniform, step, *drawing(logits, state.clamp(max=size - 1)))
 
 
 @functools.lru_cache(maxsize=1)

@@ -90,9 +90,9 @@ class Clock:
         """Every call of a network while a sampler runs."""
         plain = replay.Replay.hidden
 
-        def timed(network: replay.Replay, nodes: Tensor, when: Tensor, level: Tensor | None) -> Tensor:
+        def timed(network: replay.Replay, nodes: Tensor, *rest: Tensor | None) -> Tensor:
             start = self.now()
-            answer = plain(network, nodes, when, level)
+            answer = plain(network, nodes, *rest)
             self.calls.append((len(self.steps) - 1, len(nodes), start, self.now()))
             return answer
 

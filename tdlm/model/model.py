@@ -43,6 +43,13 @@ class Model(nn.Module):
                level: Int[Tensor, "B"] | None) -> Float[Tensor, "B S d"]:
         return self.backbone(nodes, time, level)
 
+    def hidden_at(self, nodes: Int[Tensor, "B S"], time: Float[Tensor, "B"], level: Int[Tensor, "B"] | None,
+                  columns: Int[Tensor, "B n"]) -> Float[Tensor, "B n d"]:
+        """Of some columns of each sequence: in its last block a backbone that can makes nothing else."""
+        if getattr(self.backbone, "fused", None) is not None and not torch.is_grad_enabled():
+            return self.backbone(nodes, time, level, columns)
+        return self.hidden(nodes, time, level).take_along_dim(columns[..., None], 1)
+
 
 def count_parameters(model: Model) -> dict[str, int]:
     """Raw counts by part; `elsewhere` is everything outside the blocks, `total` is all."""

@@ -170,18 +170,20 @@ class Backbone(nn.Module):
         self.kept = Kept()
 
     def forward(self, nodes: Int[Tensor, "B S"], time: Float[Tensor, "B"],
-                level: Int[Tensor, "B"] | None) -> Float[Tensor, "B S d"]:
+                level: Int[Tensor, "B"] | None, columns: Int[Tensor, "B n"] | None = None) -> Float[Tensor, "B out d"]:
+        """Of all positions, or of some `columns` of each sequence (fused and without gradients)."""
         condition = self.condition(time, level)
         cos, sin = rotary(nodes.shape[1], self.head_width, nodes.device)
         if self.fused is not None:
-            return self._stacked(nodes, condition, cos, sin)
+            return self._stacked(nodes, condition, cos, sin, columns)
+        assert columns is None, "block by block all positions are made"
         x = enter(self.embedding(nodes), self.stream)
         for block in self.blocks:
             x = block(x, condition, cos, sin)
         shift, scale = self.final_modulation(condition)[:, None].chunk(2, dim=-1)
         return modulate(self.final_norm(x), shift, scale)
 
-    def _stacked(self, nodes: Tensor, condition: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def _stacked(self, nodes: Tensor, condition: Tensor, cos: Tensor, sin: Tensor, columns: Tensor | None) -> Tensor:
         kind, exact = nodes.device.type, self.embedding.weight.dtype
         narrow = torch.is_autocast_enabled(kind)
         dtype, stream = (torch.get_autocast_dtype(kind), self.stream) if narrow else (exact, exact)
@@ -191,7 +193,7 @@ class Backbone(nn.Module):
         blocks = [block.weights() for block in self.blocks]  # pyright: ignore[reportCallIssue]
         heads, float8 = self.width // self.head_width, self.float8 and narrow and torch.is_grad_enabled()
         return stack(x, modulations, cos, sin, blocks, self.final_norm.weight, heads, dtype, lean=self.fused == "lean",
-                     float8=float8, recording=self.recording, kept=self.kept)
+                     float8=float8, recording=self.recording, kept=self.kept, columns=columns)
 
     def _modulations(self, condition: Float[Tensor, "B c"]) -> Float[Tensor, "#B sites3 d"]:
         """Shift, scale and gate of every norm, the last without a gate; of all sequences at once where nothing is told."""

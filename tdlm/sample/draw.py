@@ -5,7 +5,7 @@ the device lists of places: the processor never waits for the device and is alwa
 """
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -72,6 +72,26 @@ class Frame:
     evaluations: int
     heights: list[int]
     nodes: list[int]
+
+
+class Film:
+    """Frames at the start and after every step that moved the first sequence, which need not be in step with the others."""
+
+    def __init__(self, frame: Callable[[float], Frame], grid: Sequence[float], wanted: bool):
+        self.frame, self.grid, self.frames = frame, grid, [frame(1.0)] if wanted else []
+        self.step: int | None = None
+
+    def begins(self, step: int | None) -> None:
+        """The first sequence is about to move in this step (none: it does not move now)."""
+        if step is not None and step != self.step:
+            self.ends()
+            self.step = step
+
+    def ends(self) -> None:
+        if self.frames and self.step is not None:
+            now, last = self.frame(self.grid[self.step + 1]), self.frames[-1]
+            if (now.heights, now.nodes) != (last.heights, last.nodes):
+                self.frames.append(now)
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,9 @@ from ..process import Cascade
 from ..process.flat import Hybrid
 from ..rng import Draws, sent
 from ..tree.tree import Tree
-from .draw import Choice, Frame, Sampled, at_home, fixed_tokens, in_parts, invert
+from .draw import Choice, Film, Frame, Sampled, at_home, fixed_tokens, in_parts, invert
 from .grid import times_for
+from .plan import Falls, Round, Rounds, Segment, segments
 from .replay import Replay
 
 
@@ -98,23 +99,30 @@ class Posterior:
 
     def outcome(self, head: Any, hidden: Float[Tensor, "M d"], state: Int[Tensor, "M"], uniform: Float[Tensor, "M 2"],
                 later: float, earlier: float, choice: Choice) -> Int[Tensor, "M"]:
+        return self.drawn(head, hidden, state, uniform, _step(self.process, later, earlier), choice)
+
+    def drawn(self, head: Any, hidden: Float[Tensor, "M d"], state: Int[Tensor, "M"], uniform: Float[Tensor, "M 2"],
+              step: Step, choice: Choice) -> Int[Tensor, "M"]:
         size = self.process.size
         p = choice.probabilities(head.log_probs(hidden, torch.full_like(state, size)))
         own = p.gather(1, state.clamp(max=size - 1)[:, None])[:, 0]
-        return mixture(self.process, state, uniform, later, earlier, own, lambda place: invert(p, place))
+        return mixture(size, state, uniform, step, own, lambda place: invert(p, place))
 
 
-def mixture(process: Hybrid, state: Int[Tensor, "M"], uniform: Float[Tensor, "M 2"], later: float, earlier: float,
-            own: Float[Tensor, "M"], token: Callable[[Tensor], Tensor]) -> Int[Tensor, "M"]:
+def mixture(size: int, state: Int[Tensor, "M"], uniform: Float[Tensor, "M 2"], step: Step, own: Float[Tensor, "M"],
+            token: Callable[[Tensor], Tensor]) -> Int[Tensor, "M"]:
     """Where positions go: `own` is x_theta at the state (anything at MASK), `token` the token at a place of x_theta's
     cumulative distribution."""
-    size, masked = process.size, state == process.size
-    keep, to_mask, to_each, alpha, mask, each = _step(process, later, earlier)
+    masked, (keep, to_mask, to_each, alpha, mask, each) = state == size, step
     here, to = torch.where(masked, mask, alpha * own.double() + each), torch.where(masked, to_mask, to_each)
     go, fresh = uniform[:, 0] * (to + keep * here) < to, uniform[:, 1]
-    noise = ((fresh - alpha) / each).long().clamp(0, size - 1) if each else state
+    noise = ((fresh - alpha) / (each + (each == 0))).long().clamp(0, size - 1)  # no noise: never looked at
     seen = torch.where(fresh < alpha, token((fresh / alpha).clamp(max=1)), noise)
     return torch.where(go, torch.where(fresh < 1 - mask, seen, size), state)
+
+
+Step = Sequence[float] | Sequence[Float[Tensor, "M"]]
+"""(keep, m, b) of the kernel from s to t and of the marginal at s: of one step, or of each position's own."""
 
 
 class Foreseen:
@@ -125,6 +133,9 @@ class Foreseen:
 
     def places(self, state: Int[Tensor, "B S"], uniform: Float[Tensor, "B S numbers"], later: float,
                earlier: float) -> Bool[Tensor, "B S"]:
+        return self.next(uniform, later, earlier)
+
+    def next(self, uniform: Float[Tensor, "B S 2"], later: float, earlier: float) -> Bool[Tensor, "B S"]:
         keep, to_mask, to_each, _, mask, each = _step(self.process, later, earlier)
         go, fresh = uniform.unbind(2)
         going = (self.masked & (go * (to_mask + keep * mask) < to_mask)) | (self.token & (go * (to_each + keep * each) < to_each))
@@ -135,8 +146,24 @@ class Foreseen:
         return going & ~stays
 
 
+class Changes:
+    """The places that `Foreseen` names, as a plan wants them."""
+
+    def __init__(self, foreseen: Foreseen, free: Bool[Tensor, "B S"], draws: Draws):
+        self.foreseen, self.free, self.draws = foreseen, free, draws
+
+    def under_way(self) -> Bool[Tensor, "B"]:
+        return self.free.any(1)
+
+    def falls(self, parts: Sequence[Segment]) -> Falls:
+        uniform = self.draws.uniforms([f"token {part.step}" for part in parts], 2 * self.free.shape[1]).unflatten(2, (-1, 2))
+        places = [self.foreseen.next(numbers, part.later, part.earlier) for part, numbers in zip(parts, uniform)]
+        row, segment, column = torch.stack(places, 1).nonzero(as_tuple=True)
+        return Falls(row, segment, torch.zeros_like(row), column, torch.ones_like(row, dtype=torch.bool),
+                     uniform[segment, row, column])
+
+
 def _step(process: Hybrid, later: float, earlier: float) -> tuple[float, ...]:
-    """(keep, m, b) of the kernel from s to t and of the marginal at s."""
     s, t = torch.tensor([earlier, later], dtype=torch.float64)
     return tuple(float(number) for number in (*process.between(s, t), *process.at(s)))
 
@@ -161,21 +188,44 @@ def generate_flat(model: Network, rule: Rule, tree: Tree, shape: tuple[int, int]
     grid = times_for(Cascade(), 1, steps - rounds, per_level, times)
     fixed = fixed_tokens(shape, prefix, given, tree.size, torch.device("cpu"))
     walk = _Walk(model, rule, tree, fixed, at_home(draws))
-    total, frames = len(grid) - 1 + rounds, [walk.frame(1.0)] if trace else []
+    total, told = len(grid) - 1 + rounds, progress or (lambda done, total: None)
+    film = Film(walk.frame, grid, trace)
     with autocast(walk.state.device, dtype):
-        for number, (later, earlier) in enumerate(zip(grid, grid[1:])):
-            asked = walk.step(later, earlier, choice, number)
-            if trace and asked and walk.state[0].tolist() != frames[-1].nodes:
-                frames.append(walk.frame(earlier))
-            if progress is not None:
-                progress(number + 1, total)
+        if model.told_time and isinstance(rule, Posterior) and isinstance(walk.plan, Foreseen):
+            _each_by_itself(walk, rule, walk.plan, grid, choice, film, lambda done: told(done, total))
+        else:
+            for number, (later, earlier) in enumerate(zip(grid, grid[1:])):
+                film.begins(number)
+                walk.step(later, earlier, choice, number)
+                told(number + 1, total)
+        film.ends()
         if correction is not None:
             _correct(walk, correction, choice, rounds)
             if trace:
-                frames.append(walk.frame(0.0))
-            if progress is not None:
-                progress(total, total)
-    return Sampled(walk.state, walk.evaluations, walk.calls, total, frames)
+                film.frames.append(walk.frame(0.0))
+            told(total, total)
+    return Sampled(walk.state, walk.evaluations, walk.calls, total, film.frames)
+
+
+def _each_by_itself(walk: _Walk, rule: Posterior, foreseen: Foreseen, grid: Sequence[float], choice: Choice, film: Film,
+                    told: Callable[[int], None]) -> None:
+    """What may change is known beforehand: no sequence waits for another (`plan.py`)."""
+    steps = walk.sent(torch.tensor([_step(rule.process, *pair) for pair in zip(grid, grid[1:])], dtype=torch.float64))
+    parts, state = segments(Cascade(), grid, 1), walk.state.view(-1)
+    for turn in Rounds(Changes(foreseen, walk.free, walk.draws), parts, (len(walk.state), walk.state.shape[1]), walk.device):
+        film.begins(turn.first)
+        nodes = walk.state if len(turn.rows) == len(walk.state) else walk.state[turn.asked]
+        hidden = walk.network.hidden(nodes, turn.time, None, turn.columns).flatten(0, 1)
+        walk.evaluations[turn.rows] += 1
+        walk.calls += 1
+
+        def drawn(part: slice, hidden: Tensor = hidden, turn: Round = turn) -> Tensor:
+            here, step = state[turn.place[part]], steps[turn.part[part]].unbind(1)
+            return rule.drawn(walk.model.head, hidden[turn.local[part]], here, turn.chance[part], step, choice)
+
+        state[turn.place] = in_parts(drawn, len(turn.place), walk.size)
+        told(turn.step)
+    told(len(grid) - 1)
 
 
 class _Walk:

@@ -23,10 +23,10 @@ from ..model.model import Network
 from ..process import Process
 from ..rng import Draws
 from ..tree.tree import Tree
-from .draw import Choice, Frame, Sampled, at_home, fixed_tokens
+from .draw import Choice, Film, Sampled, at_home, fixed_tokens
 from .grid import times_for
-from .plan import Plan, Segment, segments, targets
-from .walk import Reader, Walk
+from .plan import Descent, Rounds, Segment, segments, targets
+from .walk import Alone, Reader, Walk
 
 
 @torch.no_grad()
@@ -45,54 +45,34 @@ def generate(model: Network, process: Process, tree: Tree, shape: tuple[int, int
     grid = times_for(process, tree.height, steps, per_level, times)
     parts, told = segments(process, grid, tree.height), progress or (lambda done, total: None)
     walk.clamp(process.clamp_height(1.0, tree.height))
-    frames = [walk.frame(1.0)] if trace else []
+    film = Film(walk.frame, grid, trace)
     with walk.autocast():
-        if walk.foreseen:
-            _each_by_itself(walk, parts, grid, draws, frames, told)
+        if walk.choices is not None and type(walk.reader) is Alone:
+            source = Descent(process, walk.moving, walk.choices, draws)
+            for turn in Rounds(source, parts, shape, walk.nodes.device):
+                film.begins(turn.first)
+                walk.take(turn)
+                told(turn.step, len(grid) - 1)
+            told(len(grid) - 1, len(grid) - 1)
         else:
-            _together(walk, parts, grid, draws, frames, told)
-    return Sampled(walk.finish(), walk.evaluations, walk.calls, len(grid) - 1, frames, walk.together)
+            for step, group in itertools.groupby(parts, lambda part: part.step):
+                film.begins(step)
+                for part in group:
+                    _descend(walk, draws, part)
+                told(step + 1, len(grid) - 1)
+        film.ends()
+    return Sampled(walk.finish(), walk.evaluations, walk.calls, len(grid) - 1, film.frames, walk.together)
 
 
-def _each_by_itself(walk: Walk, parts: list[Segment], grid: Sequence[float], draws: Draws, frames: list[Frame],
-                    told: Callable[[int, int], None]) -> None:
-    """Round after round. Frames show the first sequence after every step that moved it."""
-    assert walk.choices is not None
-    plan = Plan(walk.process, walk.tree.height, walk.moving, walk.choices, parts, draws, walk.nodes.device)
-    total, shown = len(grid) - 1, None
-    for turn in plan.rounds():
-        if frames and turn.first is not None:
-            if shown not in (None, turn.first):
-                frames.append(walk.frame(grid[shown + 1]))
-            shown = turn.first
-        walk.take(turn)
-        told(turn.step, total)
-    if frames and shown is not None:
-        frames.append(walk.frame(grid[shown + 1]))
-    told(total, total)
-
-
-def _together(walk: Walk, parts: list[Segment], grid: Sequence[float], draws: Draws, frames: list[Frame],
-              told: Callable[[int, int], None]) -> None:
-    """Step after step."""
-    total = len(grid) - 1
-    for step, group in itertools.groupby(parts, lambda part: part.step):
-        moved = [_descend(walk, draws, part) for part in group]
-        if frames and any(moved):
-            frames.append(walk.frame(grid[step + 1]))
-        told(step + 1, total)
-
-
-def _descend(walk: Walk, draws: Draws, part: Segment) -> bool:
+def _descend(walk: Walk, draws: Draws, part: Segment) -> None:
     """One segment: draw all targets, then go down level by level until everybody has arrived."""
     process, H, (B, U) = walk.process, walk.tree.height, walk.heights.shape
-    walk.clamp(process.clamp_height(part.later, H))
+    walk.clamp(part.floor)
     target = targets(process.reverse(part.later, part.earlier, H), walk.heights, draws.uniform(f"height {part.tag}", U))
     target = torch.where(walk.moving, target, walk.heights)
     time = torch.full((B,), part.later, dtype=torch.float64)
-    level = torch.full((B,), process.level_at(part.later, H))
+    level = torch.full((B,), part.level)
     rounds = 0
     while bool((going := walk.heights > target).any()):
         walk.step(going, draws.uniform(f"child {part.tag} {rounds}", U), time, level)
         rounds += 1
-    return rounds > 0

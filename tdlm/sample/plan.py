@@ -8,12 +8,13 @@ arrived, whereas in step with one another some would stand still in every step; 
 of one size. The numbers, and with them the samples, are those of the steps.
 
 A plan is made some segments ahead, as far as every sequence knows its next event, and lies on the device as lists of places.
+It also says which columns of a sequence are asked about: of the network's last block nothing else is needed.
 """
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -24,6 +25,8 @@ from ..rng import Draws, sent
 
 AHEAD = 16
 """Segments that are planned at once, while the device is busy with what was planned before."""
+FEW = 8
+"""Columns of a sequence that are asked about are filled up to this, or a power of two above."""
 
 
 class Segment(NamedTuple):
@@ -34,11 +37,39 @@ class Segment(NamedTuple):
     """What its random numbers are called."""
     later: float
     earlier: float
+    level: int
+    floor: int
+    """The lowest height that can be seen."""
+
+
+class Falls(NamedTuple):
+    """Who falls in some segments, sorted by row, segment, turn and column; all on the processor."""
+
+    row: Int[Tensor, "n"]
+    segment: Int[Tensor, "n"]
+    turn: Int[Tensor, "n"]
+    """Which evaluation of the segment."""
+    column: Int[Tensor, "n"]
+    choice: Bool[Tensor, "n"]
+    """Whether the network is asked; the others go to their only child."""
+    chance: Float[Tensor, "n *numbers"]
+    """The numbers that decide."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    def falls(self, parts: Sequence[Segment]) -> Falls:
+        """Of the next segments."""
+        ...
+
+    def under_way(self) -> Bool[Tensor, "B"]:
+        """The sequences in which somebody may yet fall."""
+        ...
 
 
 @dataclass(frozen=True)
 class Round:
-    """An event of each of some sequences. `fallen`, `rows`, `floor` and `count` are on the processor, the rest on the device."""
+    """An event of each of some sequences. `fallen`, `rows`, `count` and `floor` are on the processor, the rest on the device."""
 
     step: int
     """The least step of its events."""
@@ -48,27 +79,101 @@ class Round:
     """Places (row x length + column) of everybody who falls."""
     rows: Int[Tensor, "R"]
     """The sequences that ask the network."""
-    floor: Int[Tensor, "R"]
-    """The lowest height that can be seen."""
     count: Int[Tensor, "R"]
-    """How many choices."""
+    """How many choices each has to make."""
+    floor: Int[Tensor, "R"]
     asked: Int[Tensor, "R"]
     """The same sequences."""
-    time: Float[Tensor, "R"]
     level: Int[Tensor, "R"]
+    time: Float[Tensor, "R"]
+    columns: Int[Tensor, "R few"] | None
+    """Where their choices are, filled up; None if that were half of them."""
     place: Int[Tensor, "M"]
     """Of those who have a choice."""
     local: Int[Tensor, "M"]
-    """Their places among the sequences that ask."""
-    uniform: Float[Tensor, "M"]
+    """Their places among `columns` (or all columns) of the sequences that ask."""
+    part: Int[Tensor, "M"]
+    """Their segments."""
+    chance: Float[Tensor, "M *numbers"]
     free: Int[Tensor, "falls-M"]
-    """Places of the others, who go to their only child."""
+    """Places of the others."""
+
+
+class Rounds:
+    def __init__(self, source: Source, parts: Sequence[Segment], shape: tuple[int, int], device: torch.device):
+        self.source, self.parts, self.shape, self.device = source, parts, shape, device
+        self.events = torch.zeros(shape[0], dtype=torch.int64)
+        """Events of each sequence that are known."""
+        self.step, self.level, self.floor = torch.tensor([[part.step, part.level, part.floor] for part in parts]).T
+        self.time = torch.tensor([part.later for part in parts], dtype=torch.float64)
+
+    def __iter__(self) -> Iterator[Round]:
+        waiting: tuple[Tensor, Falls] | None = None
+        for begin in range(0, len(self.parts), AHEAD):
+            event, falls = self._next(begin)
+            if waiting is not None:
+                event = torch.cat([waiting[0], event])
+                falls = Falls(*(torch.cat(each) for each in zip(waiting[1], falls)))
+            going = self.source.under_way() & (begin + AHEAD < len(self.parts))
+            ready = event < (self.events[going].min() if bool(going.any()) else self.events.max() + 1)
+            waiting = event[~ready], Falls(*(each[~ready] for each in falls))
+            yield from self._arranged(event[ready], Falls(*(each[ready] for each in falls)))
+
+    def _next(self, begin: int) -> tuple[Int[Tensor, "n"], Falls]:
+        """The falls of the next segments, and which event of its sequence each belongs to."""
+        falls = self.source.falls(self.parts[begin:begin + AHEAD])
+        groups = torch.stack([falls.row, falls.segment, falls.turn])
+        _, which = torch.unique_consecutive(groups, dim=1, return_inverse=True)
+        last = torch.zeros_like(self.events).scatter_reduce(0, falls.row, which + 1, "amax").cummax(0).values
+        before = torch.cat([last.new_zeros(1), last[:-1]])
+        event = self.events[falls.row] + which - before[falls.row]
+        self.events = self.events + last - before
+        return event, falls._replace(segment=falls.segment + begin)
+
+    def _arranged(self, event: Int[Tensor, "n"], falls: Falls) -> Iterator[Round]:
+        """Event by event, within an event row by row."""
+        if not len(event):
+            return
+        B, S = self.shape
+        order = ((event * B + falls.row) * S + falls.column).argsort()
+        event, (row, segment, _, column, real, chance) = event[order], (each[order] for each in falls)
+        place, first, span = row * S + column, int(event[0]), int(event[-1] - event[0]) + 1
+
+        def sizes(numbers: Tensor) -> list[int]:
+            return torch.bincount(numbers - first, minlength=span).tolist()
+
+        step = self.step[segment]
+        least = torch.full((span,), len(self.parts)).scatter_reduce(0, event - first, step, "amin").tolist()
+        own = dict(zip(event[row == 0].tolist(), step[row == 0].tolist()))
+        fallen, free = place.split(sizes(event)), sent(place[~real], self.device).split(sizes(event[~real]))
+        event, row, column, segment, place, chance = (each[real] for each in (event, row, column, segment, place, chance))
+        asks, which, count = torch.unique_consecutive(event * B + row, return_inverse=True, return_counts=True)
+        begins, turn = count.cumsum(0) - count, asks // B - first
+        many, width = sizes(asks // B), torch.full((span,), FEW).scatter_reduce(0, turn, count, "amax")
+        width = 2 ** (width - 1).double().log2().floor().add(1).long()
+        width = torch.where(2 * width <= S, width, S)
+        room = torch.tensor(many) * width
+        local = (which - (torch.tensor(many).cumsum(0) - torch.tensor(many))[turn][which]) * width[turn][which]
+        inside = torch.where(width[turn][which] < S, torch.arange(len(which)) - begins[which], column)
+        columns = torch.zeros(int(room.sum()), dtype=torch.int64)
+        columns[(room.cumsum(0) - room)[turn][which] + local + inside] = column
+        tables = sent(columns, self.device).split(room.tolist())
+        rows, part = asks % B, segment[begins]
+        there = sent(torch.stack([rows, self.level[part]]), self.device)
+        by_row = (rows, count, self.floor[part], *there, sent(self.time[part], self.device))
+        asking, choices, floor, asked, level, time = (each.split(many) for each in by_row)
+        told = sent(torch.stack([place, local + inside, segment]), self.device)
+        at, local, part, chance = (each.split(sizes(event)) for each in (*told, sent(chance, self.device)))
+        for i, wide in enumerate(width.tolist()):
+            yield Round(step=least[i], first=own.get(first + i), fallen=fallen[i], free=free[i], rows=asking[i], count=choices[i],
+                        floor=floor[i], asked=asked[i], level=level[i], time=time[i], place=at[i], local=local[i], part=part[i],
+                        chance=chance[i], columns=tables[i].view(-1, wide) if wide < S else None)
 
 
 def segments(process: Process, grid: Sequence[float], height: int) -> list[Segment]:
-    pieces = [(step, later, earlier) for step, (high, low) in enumerate(zip(grid, grid[1:]))
-              for later, earlier in process.segments(high, low, height)]
-    return [Segment(step, f"{step} {number}", later, earlier) for number, (step, later, earlier) in enumerate(pieces)]
+    pieces = [(step, *piece) for step, pair in enumerate(zip(grid, grid[1:])) for piece in process.segments(*pair, height)]
+    return [Segment(step, f"{step} {number}", later, earlier, process.level_at(later, height),
+                    process.clamp_height(later, height)) for number, (step, later, earlier) in enumerate(pieces)]
 
 
 def targets(kernel: Float[Tensor, "heights heights"], heights: Int[Tensor, "B U"],
@@ -83,79 +188,33 @@ def targets(kernel: Float[Tensor, "heights heights"], heights: Int[Tensor, "B U"
     return target
 
 
-class Plan:
-    def __init__(self, process: Process, height: int, moving: Bool[Tensor, "B S"], choices: Bool[Tensor, "heights"],
-                 parts: Sequence[Segment], draws: Draws, device: torch.device):
-        self.process, self.height, self.moving, self.choices = process, height, moving, choices
-        self.parts, self.draws, self.device = parts, draws, device
-        self.heights = torch.where(moving, height, 0)
-        self.events = torch.zeros(len(moving), dtype=torch.int64)
-        """Events of each sequence that are known."""
-        self.step = torch.tensor([part.step for part in parts])
-        self.time = torch.tensor([part.later for part in parts], dtype=torch.float64)
-        self.level = torch.tensor([process.level_at(part.later, height) for part in parts])
-        self.floor = torch.tensor([process.clamp_height(part.later, height) for part in parts])
+class Descent:
+    """The falls of a process on a tree: by one height at a time, everybody of a sequence who has not arrived together."""
 
-    def rounds(self) -> Iterator[Round]:
-        waiting = torch.empty(5, 0, dtype=torch.int64), torch.empty(0, dtype=torch.float64)
-        for begin in range(0, len(self.parts), AHEAD):
-            falls = [torch.cat(each, -1) for each in zip(waiting, self._falls(begin), strict=True)]
-            under_way = (self.heights > 0).any(1)
-            ready = falls[0][0] < (self.events[under_way].min() if bool(under_way.any()) else self.events.max() + 1)
-            waiting = falls[0][:, ~ready], falls[1][~ready]
-            yield from self._arranged(falls[0][:, ready], falls[1][ready])
+    def __init__(self, process: Process, moving: Bool[Tensor, "B S"], choices: Bool[Tensor, "heights"], draws: Draws):
+        self.process, self.moving, self.choices, self.draws = process, moving, choices, draws
+        self.heights = torch.where(moving, len(choices) - 1, 0)
 
-    def _falls(self, begin: int) -> tuple[Int[Tensor, "5 n"], Float[Tensor, "n"]]:
-        """Of the next segments: event, row, column, segment and whether there is a choice; and the number that decides it."""
-        parts, (_, S), H = self.parts[begin:begin + AHEAD], self.moving.shape, self.height
-        uniform, before = self.draws.uniforms([f"height {part.tag}" for part in parts], S), []
+    def under_way(self) -> Bool[Tensor, "B"]:
+        return (self.heights > 0).any(1)
+
+    def falls(self, parts: Sequence[Segment]) -> Falls:
+        H, before = len(self.choices) - 1, []
+        uniform = self.draws.uniforms([f"height {part.tag}" for part in parts], self.moving.shape[1])
         for part, numbers in zip(parts, uniform):
             before.append(self.heights)
             goal = targets(self.process.reverse(part.later, part.earlier, H), self.heights, numbers)
             self.heights = torch.where(self.moving, goal, self.heights)
-        stand = torch.stack([*before, self.heights]).transpose(0, 1)  # (B, segments + 1, S)
+        stand = torch.stack([*before, self.heights], 1)  # (B, segments + 1, S)
         drop = stand[:, :-1] - stand[:, 1:]
         row, segment, column = drop.nonzero(as_tuple=True)
-        if int(drop.max()) > 1:  # several heights at once: one event each
+        height, turn = stand[row, segment, column], torch.zeros_like(row)
+        if int(drop.max()) > 1:  # somebody falls several times in a segment
             count = drop[row, segment, column]
-            row, segment, column = (each.repeat_interleave(count) for each in (row, segment, column))
-            turn = torch.arange(len(count)).new_ones(len(row)).cumsum(0) - 1 - (count.cumsum(0) - count).repeat_interleave(count)
+            row, segment, column, height = (each.repeat_interleave(count) for each in (row, segment, column, height))
+            turn = torch.arange(len(row)) - (count.cumsum(0) - count).repeat_interleave(count)
             order = ((row * len(parts) + segment) * H + turn).argsort(stable=True)
-            row, segment, column, turn = (each[order] for each in (row, segment, column, turn))
-        else:
-            turn = torch.zeros_like(row)
-        _, which = torch.unique_consecutive((row * len(parts) + segment) * H + turn, return_inverse=True)
-        events = torch.zeros_like(self.events).scatter_reduce(0, row, which + 1, "amax")
-        begins = torch.cat([events.new_zeros(1), events.cummax(0).values[:-1]])
-        event = self.events[row] + which - begins[row]
-        self.events = self.events + (events - begins).clamp(min=0)
-        choice = self.choices[stand[row, segment, column] - turn]
+            row, segment, column, height, turn = (each[order] for each in (row, segment, column, height, turn))
         tags = [f"child {part.tag} {number}" for part in parts for number in range(H)]
         chance = self.draws.single(tags, segment * H + turn, row, column)
-        return torch.stack([event, row, column, segment + begin, choice.long()]), chance
-
-    def _arranged(self, falls: Int[Tensor, "5 n"], chance: Float[Tensor, "n"]) -> list[Round]:
-        """Falls event by event, within an event row by row."""
-        if not falls.shape[1]:
-            return []
-        B, S = self.moving.shape
-        order = ((falls[0] * B + falls[1]) * S + falls[2]).argsort()
-        event, row, column, segment, choice = falls[:, order]
-        place, real, first, span = row * S + column, choice.bool(), int(event[0]), int(event[-1] - event[0]) + 1
-
-        def sizes(numbers: Tensor) -> list[int]:
-            return torch.bincount(numbers - first, minlength=span).tolist()
-
-        asks, which, count = torch.unique_consecutive(event[real] * B + row[real], return_inverse=True, return_counts=True)
-        rows, at, of = asks % B, segment[real][count.cumsum(0) - count], sizes(asks // B)
-        begin = (torch.tensor(of).cumsum(0) - torch.tensor(of))[event[real] - first]
-        told = sent(torch.stack([rows, self.level[at]]), self.device)
-        places = sent(torch.stack([place[real], (which - begin) * S + column[real]]), self.device)
-        here = [each.split(of) for each in (rows, self.floor[at], count, told[0], sent(self.time[at], self.device), told[1])]
-        drawn = [each.split(sizes(event[real])) for each in (*places, sent(chance[order][real], self.device))]
-        free, fallen = sent(place[~real], self.device).split(sizes(event[~real])), place.split(sizes(event))
-        step = self.step[segment]
-        least = torch.full((span,), len(self.parts)).scatter_reduce(0, event - first, step, "amin").tolist()
-        own = dict(zip(event[row == 0].tolist(), step[row == 0].tolist()))
-        return [Round(least[i], own.get(first + i), fallen[i], *asked, *now, free[i])
-                for i, (asked, now) in enumerate(zip(zip(*here), zip(*drawn)))]
+        return Falls(row, segment, turn, column, self.choices[height - turn], chance)

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from jaxtyping import Float, Int
 from torch import Tensor
 
 from ..model.model import Network
@@ -30,6 +31,8 @@ BEFORE = 4
 """Calls of a shape before it is recorded, which costs as much as some calls."""
 CLOSE = 1e-2
 """How far, relative to its norm, the first replay may lie from the answer it stands for (bfloat16 rounds by 4e-3)."""
+Inputs = tuple[Tensor, Tensor, Tensor | None, Tensor | None]
+"""Nodes, time, level and columns."""
 
 
 class Replay:
@@ -39,38 +42,48 @@ class Replay:
         self.model, self.rows, self.asked, self.works = model, rows, Counter[Any](), True
         self.recorded: dict[Any, Callable[..., Tensor]] = {}
 
-    def hidden(self, nodes: Tensor, time: Tensor, level: Tensor | None) -> Tensor:
+    def hidden(self, nodes: Int[Tensor, "B S"], time: Float[Tensor, "B"], level: Int[Tensor, "B"] | None,
+               columns: Int[Tensor, "B n"] | None = None) -> Float[Tensor, "B columns d"]:
+        """Of all columns, or of some of each sequence."""
         count = len(nodes)
         if rounded(nodes) and (missing := round_up(count, self.rows) - count):
             def filled(values: Tensor) -> Tensor:
                 return torch.cat([values, values[-1:].expand(missing, *values.shape[1:])])
 
-            nodes, time, level = filled(nodes), filled(time), None if level is None else filled(level)
-        return self._hidden(nodes, time, level)[:count]
+            nodes, time = filled(nodes), filled(time)
+            level, columns = (None if each is None else filled(each) for each in (level, columns))
+        return self._hidden((nodes, time, level, columns))[:count]
 
-    def _hidden(self, nodes: Tensor, time: Tensor, level: Tensor | None) -> Tensor:
-        if not (self.works and recordable(nodes)):
-            return self.model.hidden(nodes, time, level)
-        shape = (*nodes.shape, level is None)
-        self.asked[shape] += 1
-        if shape in self.recorded:
-            return self.recorded[shape](nodes, time, level)
-        answer = self.model.hidden(nodes, time, level)
-        if self.asked[shape] > BEFORE:
-            self._record(shape, answer, nodes, time, level)
+    def _hidden(self, inputs: Inputs) -> Tensor:
+        if not (self.works and recordable(inputs[0])):
+            return self._plain(*inputs)
+        kind = tuple(None if each is None else tuple(each.shape) for each in inputs)
+        self.asked[kind] += 1
+        if kind in self.recorded:
+            return self.recorded[kind](*inputs)
+        answer = self._plain(*inputs)
+        if self.asked[kind] > BEFORE:
+            self._record(kind, answer, inputs)
         return answer
 
-    def _record(self, shape: Any, answer: Tensor, nodes: Tensor, time: Tensor, level: Tensor | None) -> None:
+    def _plain(self, nodes: Tensor, time: Tensor, level: Tensor | None, columns: Tensor | None) -> Tensor:
+        if columns is None:
+            return self.model.hidden(nodes, time, level)
+        some = getattr(self.model, "hidden_at", None)
+        return self.model.hidden(nodes, time, level).take_along_dim(columns[..., None], 1) if some is None else some(
+            nodes, time, level, columns)
+
+    def _record(self, kind: Any, answer: Tensor, inputs: Inputs) -> None:
         try:
-            replay = record(self.model.hidden, nodes, time, level)
-            again = replay(nodes, time, level)
+            replay = record(self._plain, *inputs)
+            again = replay(*inputs)
             self.works = bool((again - answer).norm() <= CLOSE * answer.norm())
         except RuntimeError as error:
             warnings.warn(f"sampling goes on without CUDA graphs: {str(error).splitlines()[0]}", RuntimeWarning, stacklevel=2)
             self.works = False
         else:
             if self.works:
-                self.recorded[shape] = replay
+                self.recorded[kind] = replay
 
 
 def round_up(count: int, most: int) -> int:

@@ -160,11 +160,6 @@ class Walk:
         """Whether given tokens stand at their ancestors."""
         self.none, self.unforced = (torch.tensor([[value]]).expand(fixed.shape) for value in (False, -1))
 
-    @property
-    def foreseen(self) -> bool:
-        """Whether all falls are known before the network is asked."""
-        return self.choices is not None and isinstance(self.reader, Alone)
-
     def sent(self, values: Tensor) -> Tensor:
         return sent(values, self.tree.ancestor.device)
 
@@ -234,9 +229,9 @@ class Walk:
             self.calls += 1
             self.together[turn.rows] = torch.maximum(self.together[turn.rows], turn.count)
             nodes = self.nodes if len(turn.rows) == B else self.nodes[turn.asked]
-            hidden = self.network.hidden(nodes, turn.time, turn.level).flatten(0, 1)
+            hidden = self.network.hidden(nodes, turn.time, turn.level, turn.columns).flatten(0, 1)
             node = flat[turn.place]
-            slot = children(self.model.head, hidden[turn.local], node, turn.uniform, self.choice, self.tree.branching)
+            slot = children(self.model.head, hidden[turn.local], node, turn.chance, self.choice, self.tree.branching)
             flat[turn.place] = self.tree.children[node - self.tree.size, slot]
         if len(turn.free):
             self._down(turn.free, torch.zeros_like(turn.free))

@@ -117,6 +117,18 @@ def test_nothing_is_kept_without_gradients_and_the_way_back_is_made_once() -> No
         hidden.sum().backward()
 
 
+@pytest.mark.parametrize("blocks", [1, 3])
+def test_some_columns_are_the_same_as_in_the_whole(blocks: int) -> None:
+    model = backbone("level")
+    model.fused, model.blocks = "fast", model.blocks[:blocks]
+    nodes = torch.arange(ROWS * LENGTH).view(ROWS, LENGTH) % NODES
+    columns = torch.tensor([[0, 9, 3, 0], [5, 5, 5, 5], [9, 8, 7, 0]])
+    time, level = torch.zeros(ROWS), torch.tensor([0, 1, 1])
+    with torch.no_grad():
+        whole, some = model(nodes, time, level), model(nodes, time, level, columns)
+    assert torch.allclose(some, whole.take_along_dim(columns[..., None], 1), rtol=0, atol=1e-12)
+
+
 def test_narrow_weights_are_kept_until_they_change() -> None:
     """Whatever happens to the weights, the answer is that of a network that keeps nothing; training leaves nothing behind."""
     model: Any = backbone("level", torch.float32)

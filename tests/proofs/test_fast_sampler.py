@@ -18,7 +18,7 @@ from tdlm.process import Cascade, Cosine, Overlapping
 from tdlm.process.flat import Hybrid
 from tdlm.recipes import recipe
 from tdlm.rng import Draws
-from tdlm.sample import Choice, draw, replay, walk
+from tdlm.sample import Choice, draw, plan, replay, walk
 from tdlm.sample.draw import invert
 from tdlm.sample.flat import generate_flat
 from tdlm.tree import Tree
@@ -158,6 +158,30 @@ def test_filled_batches_give_the_same_samples(method, monkeypatch):
     assert filled[:2] == plain[:2] and filled[2] <= {1, 2, 4, 7} and plain[2] - filled[2]
 
 
+@pytest.mark.parametrize("fused", [None, "fast"])
+@pytest.mark.parametrize("method,conditioning", [(TreeMethod(head=Tied()), "level"), (TreeMethod(process=Overlapping()), "none"),
+                                                 (GiddMethod(p_uniform=0.2), "time")], ids=lambda each: str(each)[:12])
+def test_the_last_block_is_made_where_it_is_needed(method, conditioning, fused, monkeypatch):
+    side = network(method, Tree.star(7) if method.flat else Tree.from_nested(EVEN), conditioning)
+    side.model.backbone.fused = fused
+    widths: list[int] = []
+    plain = type(side.model).hidden_at
+
+    def counted(self: Any, nodes: Tensor, time: Tensor, level: Tensor | None, columns: Tensor) -> Tensor:
+        widths.append(columns.shape[1])
+        return plain(self, nodes, time, level, columns)
+
+    def made(steps: int) -> list[list[int]]:
+        return side.objective.sample(side.model, (3, 40), steps=steps, draws=rows(3)).tokens.tolist()
+
+    monkeypatch.setattr(type(side.model), "hidden_at", counted)
+    few = [made(60), made(5)]
+    assert set(widths) == {8, 16}
+    monkeypatch.setattr(plan, "FEW", 64)
+    widths.clear()
+    assert few == [made(60), made(5)] and not widths
+
+
 @pytest.mark.parametrize("p_uniform", [0.0, 0.3])
 @pytest.mark.parametrize("conditioning", ["time", "none"])
 def test_the_gidd_sampler_says_what_the_slow_one_says(p_uniform, conditioning):
@@ -284,8 +308,8 @@ def test_a_recording_answers_for_the_network(monkeypatch):
     """Every shape is recorded once and answers from then on; large batches are never recorded."""
     shapes: list[tuple[int, ...]] = []
 
-    def record(call, nodes, time, level):
-        shapes.append(tuple(nodes.shape))
+    def record(call, *inputs):
+        shapes.append(tuple(inputs[0].shape))
         return call
 
     plain, _ = sampled(3)

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -59,9 +59,10 @@ class Block(NamedTuple):
 def stack(x: Float[Tensor, "B S d"], modulations: Float[Tensor, "#B sites3 d"], cos: Float[Tensor, "S half"],
           sin: Float[Tensor, "S half"], blocks: Sequence[Weights], final: Float[Tensor, "d"], heads: int, dtype: torch.dtype,
           lean: bool = False, float8: bool = False, recording: Recording | None = None,
-          kept: Kept | None = None) -> Float[Tensor, "B S d"]:
+          kept: Kept | None = None, columns: Int[Tensor, "B n"] | None = None) -> Float[Tensor, "B out d"]:
     """Hidden states in `dtype`, in which products are made. `modulations`: shift, scale, gate of every site, the last without.
-    With a recording, passes that will be differentiated are replayed. `kept` holds the narrow weights of all others."""
+    With a recording, passes that will be differentiated are replayed. `kept` holds the narrow weights of all others, of which
+    some `columns` of each sequence may be all that is wanted."""
     flat = [weight for block in blocks for weight in block]
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, modulations, final, *flat))
     choices = (cos, sin, heads, dtype, lean, float8)
@@ -69,7 +70,8 @@ def stack(x: Float[Tensor, "B S d"], modulations: Float[Tensor, "#B sites3 d"], 
         kept.clear()
     elif kept is not None:
         with torch.no_grad(), torch.autocast(x.device.type, enabled=False):
-            return _Run(modulations, final, flat, *choices, kept(flat, dtype)).forward(x, False)
+            return _Run(modulations, final, flat, *choices, kept(flat, dtype)).forward(x, False, columns)
+    assert columns is None, "passes that are differentiated are made whole"
     return _Stack.apply(x, modulations, final, choices, keep, recording, *flat)  # type: ignore[no-any-return]
 
 
@@ -163,7 +165,8 @@ class _Run:
     def gate(self, site: int) -> Tensor:
         return self.modulations[:, 3 * site + 2]
 
-    def forward(self, x: Tensor, keep: bool) -> Tensor:
+    def forward(self, x: Tensor, keep: bool, columns: Int[Tensor, "B n"] | None = None) -> Float[Tensor, "B out d"]:
+        """With `columns` the last block makes keys and values of all positions, and everything else of those columns only."""
         B, S, d = x.shape
         mlp, stream = None, x
         for i, w in enumerate(self.blocks):
@@ -172,9 +175,13 @@ class _Run:
             rows = start.out.view(-1, d)
             qkv = (rows @ w.qkv.T if eights is None else eight.there(rows, eights[0])).view(B, S, 3, self.heads, d // self.heads)
             passes.turn(qkv, self.cos, self.sin)
-            turned, attended = _attend(qkv, keep)
+            q, stream = qkv[:, :, 0], start.stream
+            if columns is not None and i == len(self.blocks) - 1:
+                q, stream = q.take_along_dim(columns[..., None, None], 1), stream.take_along_dim(columns[..., None], 1)
+                S = columns.shape[1]
+            turned, attended = _attend(q, *qkv[:, :, 1:].unbind(2), keep)
             attention = (attended.detach().transpose(1, 2).reshape(-1, d) @ w.attention_out.T).view(B, S, d)
-            middle = passes.enter(start.stream, attention, self.gate(2 * i), self.norm(2 * i + 1), narrow)
+            middle = passes.enter(stream, attention, self.gate(2 * i), self.norm(2 * i + 1), narrow)
             rows = middle.out.view(-1, d)
             if eights is None:
                 inside = torch.addmm(w.mlp_in_bias, rows, w.mlp_in.T)
@@ -276,10 +283,11 @@ class _Run:
         return dmodulations, dnorm[-1], [gradient for found in gradients for gradient in found if gradient is not None]
 
 
-def _attend(qkv: Float[Tensor, "B S three heads D"], keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
-    """q, k, v (B, heads, S, D) as leaves, and the attention of them with its graph: torch chooses the kernel and knows its
+def _attend(q: Float[Tensor, "B n heads D"], k: Float[Tensor, "B S heads D"], v: Float[Tensor, "B S heads D"],
+            keep: bool) -> tuple[tuple[Tensor, Tensor, Tensor], Tensor]:
+    """q, k, v (B, heads, length, D) as leaves, and the attention of them with its graph: torch chooses the kernel and knows its
     backward pass."""
-    q, k, v = (part.transpose(1, 2).detach().requires_grad_(keep) for part in qkv.unbind(2))
+    q, k, v = (part.transpose(1, 2).detach().requires_grad_(keep) for part in (q, k, v))
     with torch.set_grad_enabled(keep):
         return (q, k, v), F.scaled_dot_product_attention(q, k, v)
 
