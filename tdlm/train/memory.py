@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from ..config import RunConfig
-from ..model.head import WIDE
+from ..model.head import FEW, WIDE
 from ..model.kernels import linear_ce
 from ..model.model import Model, autocast, count_parameters
 
@@ -117,18 +117,31 @@ def classes(model: Model) -> int:
 
 
 def head_bytes(config: RunConfig, model: Model, positions: int, height: int, e: int, *, fused: bool) -> int:
-    """What the head holds of `positions`, its parameters' gradients left out; `e` bytes a number of its products."""
+    """What the head holds of `positions`, the gradients of its parameters left out; `e` bytes a number of its products."""
     head, d, K = model.head, model.backbone.width, classes(model)
-    levels = height if config.method.causal else 1
-    if getattr(head, "flat", False) and K >= WIDE:  # a block of logits, matrix, its gradient in float32 and a block's part of it
-        wide = math.ceil(K / linear_ce.ALIGNED) * linear_ce.ALIGNED
-        return min(linear_ce.BLOCK_BYTES, positions * wide * e) + wide * d * (2 * e + 4) + 2 * positions * d * e
-    if fused and K < WIDE and (groups := getattr(head, "groups", None)) is not None:
-        rows = sum(bundle.table.numel() for bundle in groups.bundles)  # matrices and the gradients of their blocks
-        return 2 * positions * (d + K) * e + 2 * rows * d * e
-    if fused and K < WIDE and getattr(head, "cheap", False):
-        return 2 * positions * (d + K) * e + 2 * K * d * e
-    return positions * levels * K * LOGIT_BYTES
+    states = 2 * positions * d * e  # with their gradient
+    if getattr(head, "flat", False) and K >= WIDE:
+        return states + _wide_bytes(K, d, e, positions)
+    if K >= WIDE and getattr(head, "clusters", None) is not None:  # wide at the root alone; a copy of the rows in its order
+        clusters = positions * head.branching * LOGIT_BYTES  # type: ignore[attr-defined]
+        return states + _wide_bytes(K, d, e, positions, 1 if fused else 3) + 8 * K * d + clusters
+    groups = getattr(head, "groups", None)
+    if fused and groups is not None:
+        rows = sum(bundle.table.numel() for bundle in groups.bundles)  # matrices, and gradients of their blocks
+        return states + 2 * positions * K * e + 2 * rows * d * e
+    if fused and getattr(head, "cheap", False) and not hasattr(head, "groups"):
+        return states + 2 * positions * K * e + 2 * K * d * e
+    logits = positions * (height if config.method.causal else 1) * K
+    if hasattr(head, "groups") and K <= FEW:  # every position gathers the rows of its children
+        return logits * (LOGIT_BYTES + d * (e + 4))
+    return logits * LOGIT_BYTES
+
+
+def _wide_bytes(K: int, d: int, e: int, positions: int, blocks: int = 1) -> int:
+    """Logits of a block (several times, where nothing is done in place); the matrix, its gradient in float32, and a block's
+    part of that."""
+    wide = math.ceil(K / linear_ce.ALIGNED) * linear_ce.ALIGNED
+    return blocks * min(linear_ce.BLOCK_BYTES, positions * wide * e) + wide * d * (2 * e + 4)
 
 
 def _plain(config: RunConfig, model: Model, height: int) -> Callable[[int, bool], dict[str, int]]:

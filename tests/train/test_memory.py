@@ -12,12 +12,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tdlm.assemble import assemble
 from tdlm.config import BackboneConfig, DataConfig, RunConfig, TrainConfig
-from tdlm.model.head import Tied
+from tdlm.model.head import PerLevel, Tied
 from tdlm.model.kernels import eight, linear_ce, passes, stack
+from tdlm.objectives import wide
+from tdlm.objectives.hdlm import HdlmMethod
 from tdlm.objectives.mdlm import MdlmMethod
+from tdlm.objectives.sedd import SeddMethod
 from tdlm.objectives.tree import TreeMethod
 from tdlm.recipes import recipe
+from tdlm.rng import Draws
 from tdlm.train.memory import ALLOCATOR, predicted_memory
 from tdlm.train.plan import complete_tree, meta_model
 from tdlm.tree import Tree
@@ -224,8 +229,40 @@ def test_parts_add_up_and_name_what_is_asked_for() -> None:
 def test_a_wide_head_holds_a_block_of_logits_and_not_all(monkeypatch: pytest.MonkeyPatch) -> None:
     config, tree = case("mdlm-tied"), Tree.star(50_258)
     model = meta_model(config, tree)
-    wide, d, N = -(-50_258 // linear_ce.ALIGNED) * linear_ce.ALIGNED, 768, 64 * 512
+    rows, d, N = -(-50_258 // linear_ce.ALIGNED) * linear_ce.ALIGNED, 768, 64 * 512
     for fused, part in ((True, "head"), (False, "logits")):
-        assert predicted_memory(config, model, 64, fused=fused)[part] == linear_ce.BLOCK_BYTES + wide * d * 8 + 4 * N * d
+        assert predicted_memory(config, model, 64, fused=fused)[part] == linear_ce.BLOCK_BYTES + rows * d * 8 + 4 * N * d
     monkeypatch.setattr(linear_ce, "BLOCK_BYTES", 1 << 20)
-    assert predicted_memory(config, model, 64)["head"] == (1 << 20) + wide * d * 8 + 4 * N * d
+    assert predicted_memory(config, model, 64)["head"] == (1 << 20) + rows * d * 8 + 4 * N * d
+
+
+class Rows(torch.nn.Module):
+    """In the place of a backbone: the rows of its embedding are the hidden states."""
+
+    told_time = True
+
+    def __init__(self, model: Any):
+        super().__init__()
+        self.head, self.embedding = model.head, model.backbone.embedding
+
+    def hidden(self, nodes: Tensor, time: Tensor, level: Tensor | None) -> Tensor:
+        return self.embedding(nodes).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize(("method", "branching"), [
+    (TreeMethod(), 80), (TreeMethod(head=PerLevel()), 80), (TreeMethod(head=Tied()), 80), (TreeMethod(head=Tied()), 16),
+    (SeddMethod(), 0), (HdlmMethod(), 80)])
+def test_what_heads_hold_is_of_the_predicted_size(method: Any, branching: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A loss and its way back on the processor. Trees ask about half of all positions, the prediction counts all; so it may be
+    twice as much, and not more."""
+    monkeypatch.setattr(linear_ce, "BLOCK_BYTES", 1 << 21)
+    monkeypatch.setattr(wide, "LIMIT", 1 << 20)
+    tree = Tree.star(4_096) if method.flat else complete_tree(4_096, branching)
+    config = RunConfig("x", method, DataConfig(256), BackboneConfig(1, 128, 4, "time"), TrainConfig(steps=2, warmup=0, batch=16))
+    made, tokens = assemble(config, tree, pad_id=None), torch.arange(16 * 256).view(16, 256)
+    rows = Rows(made.model)
+    with Live() as live, torch.autocast("cpu", torch.bfloat16):
+        made.objective.loss(rows, tokens, draws=Draws(1, 0, "train", torch.arange(16), 16)).train.backward()
+    predicted = predicted_memory(config, meta_model(config, tree), 16, tree.height, fused=False)["logits"]
+    states = tokens.numel() * 128 * 6 + rows.embedding.weight.nbytes  # of the stand-in, and the embedding's gradient
+    assert 0.6 * live.most <= predicted + states <= 2.2 * live.most

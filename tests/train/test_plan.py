@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -138,6 +139,23 @@ def test_sizes_beside_a_tree_are_refused_and_not_ignored(typed: str) -> None:
 
 
 TIED = replace(SMALL, method=TreeMethod(head=Tied()), backbone=BackboneConfig(blocks=12, conditioning="level"))
+
+
+PRESETS = [(SMALL, 64, "16 lean, 16, 32, 64, 64, 64"), (SMALL, 512, "16 lean, 16, 32, 64, 64, 256"),
+           (TIED, 64, "16, 32, 64, 64, 64, 64"), (TIED, 512, "16, 32, 64, 64, 128, 512")]
+
+
+@pytest.mark.parametrize(("config", "batch", "chosen"), PRESETS)
+def test_settings_for_cards_are_those_of_the_documentation(config: RunConfig, batch: int, chosen: str) -> None:
+    config = replace(config, train=replace(config.train, batch=batch, stream="bfloat16"))
+    cards = plan(config)["cards"]
+    found = [f"{card['micro_batch']}{' lean' * (card['memory'] == 'lean')}" for card in cards]
+    assert [card["gib"] for card in cards] == list(CARDS) and ", ".join(found) == chosen
+    text = (Path(__file__).parents[2] / "docs" / "training.md").read_text()
+    for card in cards:
+        row = next(line for line in text.splitlines() if line.startswith(f"| {card['gib']} | ")).split("|")
+        cell = row[2 + 2 * (config.backbone == TIED.backbone) + (batch == 512)].replace(" sequences", "").replace(", `lean`", " lean")
+        assert cell.strip() == f"{found[cards.index(card)]}: {card['predicted'] / GIB:.1f}"
 
 
 @pytest.mark.parametrize("batch", [64, 512])
