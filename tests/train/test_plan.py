@@ -155,7 +155,8 @@ def test_settings_for_cards_are_those_of_the_documentation(config: RunConfig, ba
     for card in cards:
         row = next(line for line in text.splitlines() if line.startswith(f"| {card['gib']} | ")).split("|")
         cell = row[2 + 2 * (config.backbone == TIED.backbone) + (batch == 512)].strip()
-        assert cell.replace(" sequences", "").replace(", `lean`", " lean") == f"{found[cards.index(card)]}: {card['predicted'] / GIB:.1f}"
+        expected = f"{found[cards.index(card)]}: {card['predicted'] / GIB:.1f}"
+        assert cell.replace(" sequences", "").replace(", `lean`", " lean") == expected
 
 
 @pytest.mark.parametrize("batch", [64, 512])
