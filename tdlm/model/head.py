@@ -91,8 +91,12 @@ class _Head(nn.Module):
         """Matrix, bias and real rows of a flat head whose logits are too many to keep; None for all others."""
         return None
 
+    def kept_by_nobody(self) -> tuple[Tensor, Tensor | None, int | None] | None:
+        """`wide` where logits are made some rows at a time."""
+        return self.wide() if self.flat and not self.cheap else None
+
     def weighted(self, hidden: Tensor, parent: Tensor, slot: Tensor, share: Tensor) -> tuple[Tensor, Tensor]:
-        matrix = self.wide() if self.flat and not self.cheap else None
+        matrix = self.kept_by_nobody()
         if matrix is None:
             nll = self.nll(hidden, parent, slot)
             return (nll * share.to(nll.dtype)).sum(), nll.detach()

@@ -35,7 +35,9 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from ..errors import ConfigError, TreeError
-from ..model.head import Shared, weighted_nll
+from ..model.head import Shared, SharedHead, TiedHead, weighted_nll
+from ..model.kernels.linear_ce import survey_loss
+from ..model.kernels.rows import Survey
 from ..model.model import Network
 from ..process.flat import Hybrid, Mix
 from ..registry import register
@@ -132,9 +134,7 @@ class GiddObjective:
     def complete(self, model: Network, sheet: Sheet) -> Loss:
         hidden = sheet.hidden(model)
         if self.mixed:
-            kl, itakura_saito = self.divergences(model, hidden, sheet.token, sheet.seen, sheet.mix)
-            divergence = kl + itakura_saito
-            train = (divergence * sheet.share).sum()
+            train, divergence = self.weighted_divergence(model.head, hidden, sheet)
         else:  # KL = alpha CE, r = 1
             keep = sheet.mix.keep
             train, nll = weighted_nll(model.head, hidden, sheet.seen, sheet.token, sheet.share * keep, sheet.order)
@@ -159,21 +159,44 @@ class GiddObjective:
         same = self.process.scale / (self.tree.size + 1) * torch.exp(method.gamma / 2 * torch.sigmoid(-t))
         return weight, by_state(torch.full_like(t, 2.0), same, torch.ones_like(t)).clamp(max=method.clip)
 
-    def divergences(self, model: Network, hidden: Float[Tensor, "M d"], token: Int[Tensor, "M"], state: Int[Tensor, "M"],
+    def weighted_divergence(self, head: Any, hidden: Float[Tensor, "M d"],
+                            sheet: Sheet) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
+        """(sum of share x divergence, divergence) where p_uniform > 0. A wide head makes its gradients with its logits."""
+        matrix = head.kept_by_nobody() if isinstance(head, SharedHead | TiedHead) else None
+        if matrix is None:
+            divergence = torch.stack(self.divergences(head, hidden, sheet.token, sheet.seen, sheet.mix)).sum(0)
+            return (divergence * sheet.share).sum(), divergence
+        weight, bias, classes = matrix
+        pair = torch.stack([sheet.token, sheet.seen.clamp(max=self.tree.size - 1)], 1)
+
+        def loss(found: Survey, part: slice) -> Tensor:
+            mix = Mix(*(number[part] for number in sheet.mix))
+            return torch.stack(self.compare(found, sheet.token[part], sheet.seen[part], mix)).sum(0)
+
+        k = torch.log(sheet.mix.keep / sheet.mix.each)
+        return survey_loss(hidden, weight, bias, head.column(pair), k, sheet.share, loss, classes)
+
+    def divergences(self, head: Any, hidden: Float[Tensor, "M d"], token: Int[Tensor, "M"], state: Int[Tensor, "M"],
                     mix: Mix) -> tuple[Float[Tensor, "M"], Float[Tensor, "M"]]:
         """KL(q || p) and r - log r - 1 where p_uniform > 0, float64; the sum over the vocabulary in the precision of the head."""
         root, k = torch.full_like(token, self.tree.size), torch.log(mix.keep / mix.each)
 
         def sums(hidden: Tensor, root: Tensor, token: Tensor, state: Tensor, k: Tensor) -> Tensor:
-            log_p = model.head.log_probs(hidden, root)
+            log_p = head.log_probs(hidden, root)
             pair = torch.stack([token, state.clamp(max=self.tree.size - 1)], 1)
             return torch.cat([log_p.gather(1, pair), softplus(log_p + k[:, None].to(log_p.dtype)).sum(1, keepdim=True)], 1)
 
-        log_x, log_z, spread = in_parts(sums, self.tree.size, hidden, root, token, state, k).double().unbind(1)
-        reach = softplus(k + log_x)
+        found = in_parts(sums, self.tree.size, hidden, root, token, state, k).double()
+        return self.compare(Survey(*found.unbind(1)), token, state, mix)
+
+    def compare(self, found: Survey, token: Int[Tensor, "M"], state: Int[Tensor, "M"],
+                mix: Mix) -> tuple[Float[Tensor, "M"], Float[Tensor, "M"]]:
+        """The same from log p_x, log p_z and the sum of softplus(k + log p_v)."""
+        k = torch.log(mix.keep / mix.each)
+        reach = softplus(k + found.first)
         away = softplus(k) - reach
-        kl = (mix.keep + mix.each) * away - mix.each * (spread - reach)
-        log_r = torch.where(state == token, away, -softplus(k + log_z)).masked_fill(state == self.tree.size, 0.0)
+        kl = (mix.keep + mix.each) * away - mix.each * (found.spread - reach)
+        log_r = torch.where(state == token, away, -softplus(k + found.second)).masked_fill(state == self.tree.size, 0.0)
         return kl, torch.expm1(log_r) - log_r
 
     def sample(self, model: Network, shape: tuple[int, int], *, steps: int, draws: Draws, prefix: Tensor | None = None,

@@ -65,7 +65,7 @@ class Case:
         target = self.objective(p, mode)
         row, column = torch.ones_like(self.x).nonzero(as_tuple=True)
         model = GivenModel(self.logits, self.size)
-        kl, other = target.divergences(model, self.logits[row, column].to(dtype), self.x[row, column], self.z[row, column],
+        kl, other = target.divergences(model.head, self.logits[row, column].to(dtype), self.x[row, column], self.z[row, column],
                                        target.process.at(self.t[row]))
         weight, train = target.weights(self.x, self.z, self.t)
         return kl.view_as(self.x), other.view_as(self.x), weight, train

@@ -97,6 +97,27 @@ def test_choose_wide(kernels: tuple[ModuleType, str], stretch: bool, monkeypatch
         assert torch.allclose(nll.cpu(), truth, atol=1e-4) and torch.allclose(ours.cpu(), slope, atol=1e-5)
 
 
+def test_survey_and_tilt(kernels: tuple[ModuleType, str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against autograd through plain formulas; classes far from every threshold of the softplus, and padding that is none."""
+    fast, device = kernels
+    monkeypatch.setattr(fast, "CHUNK", 32)
+    logits, pair, k, slopes = make(20, 70) * 5, whole(61, 20, 2), make(20, seed=3) * 12, make(3, 20, seed=4)
+    pair[:5, 1] = pair[:5, 0]
+    offset = torch.cat([make(61, seed=1), torch.full((9,), -torch.inf)])
+    leaf = logits.clone().requires_grad_()
+    log_p = (leaf + offset).log_softmax(1)[:, :61]
+    raised = log_p + k[:, None]
+    truth = torch.stack([*log_p.gather(1, pair).unbind(1), F.softplus(raised.double(), threshold=40).float().sum(1)])
+    (gradient,) = torch.autograd.grad((truth * slopes).sum(), leaf)
+    for place, there in ((fast, device), (rows, "cpu")):
+        ours, *known = (values.clone().to(there) for values in (logits, offset, pair, k))
+        found, normaliser, lift = place.survey(ours, *known)
+        assert torch.equal(ours.cpu(), logits)
+        assert torch.allclose(torch.stack(list(found)).cpu(), truth.detach(), rtol=1e-5, atol=2e-5)
+        place.tilt(ours, *known, normaliser, lift, rows.Survey(*slopes.to(there)))
+        assert torch.allclose(ours.cpu(), gradient, atol=1e-4)
+
+
 def test_the_embedding_and_the_rows_taken() -> None:
     embedding, nodes, aim = torch.nn.Embedding(11, 6).double(), whole(11, 4, 5), make(4, 5, 6).double()
     slow = torch.autograd.grad((embedding(nodes) * aim).sum(), embedding.weight)[0]

@@ -3,6 +3,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from tdlm.errors import ConfigError, TreeError
+from tdlm.model.head import Shared, Tied
+from tdlm.model.kernels import linear_ce
 from tdlm.objectives import GiddMethod, SeddMethod, TreeMethod, wide
 from tdlm.process import Cascade, Moment
 from tdlm.process import flat_oracle as oracle
@@ -307,6 +310,32 @@ def test_sums_over_the_vocabulary_may_be_cut_in_parts(method, monkeypatch):
         answers.append((loss.train.detach(), loss.bound, *torch.autograd.grad(loss.train, raw)))
     for one, other in zip(*answers):
         assert torch.allclose(one, other, rtol=1e-12)
+
+
+@pytest.mark.parametrize("kind", [Shared(), Tied()])
+@pytest.mark.parametrize("pad", ["count", "given-length", "drop"])
+def test_a_wide_head_makes_gidds_gradients_with_its_logits(kind, pad, monkeypatch):
+    """Some positions at a time, in float64: loss, bound and all gradients are those of a head whose logits are kept."""
+    monkeypatch.setattr(linear_ce, "BLOCK_BYTES", 64 * 8 * 16)
+    monkeypatch.setattr(linear_ce, "ALIGNED", 8)
+    tree, generator = Tree.star(13), torch.Generator().manual_seed(0)
+    target = GiddMethod(p_uniform=0.2).objective(tree, 12).with_pad(pad)
+    embedding = torch.nn.Embedding(tree.nodes + 2, 6, dtype=FLOAT)
+    head = kind.build(tree, embedding, None).double()
+    for parameter in (embedding.weight, *head.parameters()):
+        parameter.data = torch.randn(parameter.shape, generator=generator, dtype=FLOAT)
+    raw = torch.randn(8, 6, 6, generator=generator, dtype=FLOAT, requires_grad=True)
+    model: Any = SimpleNamespace(head=head, told_time=True, hidden=lambda nodes, time, level: raw)
+    tokens, answers = torch.randint(0, 13, (8, 6), generator=generator), []
+    for cheap in (True, False):
+        head.cheap = cheap
+        loss = target.loss(model, tokens, draws=Draws(0, 0, "wide", torch.arange(8)))
+        leaves = [raw, embedding.weight if isinstance(kind, Tied) else raw, *head.parameters()]
+        answers.append((loss.train.detach(), loss.bound, *torch.autograd.grad(3 * loss.train, leaves)))
+        with torch.no_grad():
+            assert torch.allclose(target.loss(model, tokens, draws=Draws(0, 0, "wide", torch.arange(8))).bound, loss.bound)
+    for one, other in zip(*answers, strict=True):
+        assert bool(one.any()) and torch.allclose(one, other, rtol=1e-11, atol=1e-13)
 
 
 def test_without_uniform_noise_a_head_that_makes_its_gradients_at_once_may_do_so():

@@ -7,11 +7,12 @@ from __future__ import annotations
 import functools
 import importlib.util
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 @functools.cache
@@ -83,6 +84,43 @@ def choose_wide(logits: Float[Tensor, "M n"], offset: Float[Tensor, "n"], target
     if share is not None:
         logits.copy_(((value - normaliser).exp() - (within - aim).exp()) * share[:, None].to(value.dtype))
     return (normaliser - aim)[:, 0]
+
+
+class Survey(NamedTuple):
+    """What a loss may know of a distribution: log p of two classes and the sum of softplus(k + log p_v) over all v."""
+
+    first: Float[Tensor, "M"]
+    second: Float[Tensor, "M"]
+    spread: Float[Tensor, "M"]
+
+
+def survey(logits: Float[Tensor, "M n"], offset: Float[Tensor, "n"], pair: Int[Tensor, "M 2"],
+           k: Float[Tensor, "M"]) -> tuple[Survey, Float[Tensor, "M"], Float[Tensor, "M"]]:
+    """p = softmax(logits + offset) looked at, its normaliser, and the derivative of the spread by k."""
+    if (kernels := fast(logits)) is not None:
+        found, normaliser, lift = kernels.survey(logits, offset, pair, k)
+        return Survey(*found), normaliser, lift
+    value = logits.to(torch.promote_types(torch.float32, logits.dtype)) + offset
+    normaliser = value.logsumexp(1)
+    log_p = value - normaliser[:, None]
+    raised = log_p + k.to(value.dtype)[:, None]
+    spread = functional.softplus(raised, threshold=40.0).sum(1)
+    first, second = log_p.gather(1, pair).unbind(1)
+    return Survey(first, second, spread), normaliser, raised.sigmoid().sum(1)
+
+
+def tilt(logits: Float[Tensor, "M n"], offset: Float[Tensor, "n"], pair: Int[Tensor, "M 2"], k: Float[Tensor, "M"],
+         normaliser: Float[Tensor, "M"], lift: Float[Tensor, "M"], slope: Survey) -> None:
+    """The gradient by the logits takes their place, where `slope` is that by what `survey` found:
+
+        first [v = pair_0] + second [v = pair_1] + spread sigmoid(k + log p_v) - (first + second + spread lift) p_v."""
+    if (kernels := fast(logits)) is not None:
+        kernels.tilt(logits, offset, pair, k, normaliser, lift, slope)
+        return
+    log_p = logits.to(normaliser.dtype) + offset - normaliser[:, None]
+    first, second, spread = (values[:, None] for values in slope)
+    result = spread * (log_p + k.to(log_p.dtype)[:, None]).sigmoid() - (first + second + spread * lift[:, None]) * log_p.exp()
+    logits.copy_(result.scatter_add(1, pair[:, :1], first).scatter_add(1, pair[:, 1:], second))
 
 
 class Embed(torch.autograd.Function):

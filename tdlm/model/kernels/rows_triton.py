@@ -5,6 +5,8 @@
     add_runs     out[key[i]] += values[order[i]], keys sorted: runs of one key are added up before they meet memory
     choose       of rows of logits: nll of the wanted class, and share (softmax - onehot) in place of the logits
     choose_wide  the same for rows that no program holds at once; wanted may be a stretch of classes, all as good
+    survey       of rows of logits: log p of two classes, sum of softplus(k + log p), and what its gradient needs
+    tilt         the gradient by the logits in their place, from that by what `survey` found
 """
 # pyright: reportIndexIssue=false, reportMissingImports=false
 from __future__ import annotations
@@ -135,6 +137,62 @@ def _choose_wide(logits, offset, target, until, share, nll, stride, n: tl.conste
             tl.store(logits + at, (slope * weight).to(logits.dtype.element_ty), mask=at < n)
 
 
+@triton.jit
+def _survey(logits, offset, pair, k, found, normalisers, lifts, M, stride, n: tl.constexpr, BLOCK: tl.constexpr):
+    """A row in pieces, twice: its normaliser, then the sums over its log p."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    column = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], -1e30, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n, BLOCK):
+        at = start + column
+        value = tl.load(logits + at, mask=at < n, other=0.0).to(tl.float32)
+        value += tl.load(offset + at, mask=at < n, other=-float("inf"))
+        higher = tl.maximum(best, value)
+        total = total * tl.exp(best - higher) + tl.exp(value - higher)
+        best = higher
+    top = tl.max(best, 0)
+    normaliser = top + tl.log(tl.sum(total * tl.exp(best - top), 0))
+    up = tl.load(k + row).to(tl.float32)
+    spread = tl.zeros([BLOCK], tl.float32)
+    lift = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, n, BLOCK):
+        at = start + column
+        value = tl.load(logits + at, mask=at < n, other=0.0).to(tl.float32)
+        value += tl.load(offset + at, mask=at < n, other=-1e30)
+        raised = tl.maximum(value - normaliser, -1e30) + up
+        e = tl.exp(-tl.abs(raised))
+        small = e * (1 - e * (0.5 - e / 3))  # log(1 + e) with all its digits
+        spread += tl.maximum(raised, 0.0) + tl.where(e < 1e-3, small, tl.log(1 + e))
+        lift += tl.where(raised >= 0, 1.0, e) / (1 + e)
+    first = tl.load(pair + 2 * row).to(tl.int64)
+    second = tl.load(pair + 2 * row + 1).to(tl.int64)
+    tl.store(found + row, tl.load(logits + first).to(tl.float32) + tl.load(offset + first) - normaliser)
+    tl.store(found + M + row, tl.load(logits + second).to(tl.float32) + tl.load(offset + second) - normaliser)
+    tl.store(found + 2 * M + row, tl.sum(spread, 0))
+    tl.store(normalisers + row, normaliser)
+    tl.store(lifts + row, tl.sum(lift, 0))
+
+
+@triton.jit
+def _tilt(logits, offset, pair, k, normalisers, lifts, slopes_first, slopes_second, slopes_spread, stride, n: tl.constexpr,
+          BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    first = tl.load(slopes_first + row)
+    second = tl.load(slopes_second + row)
+    spread = tl.load(slopes_spread + row)
+    value = tl.load(logits + at, mask=at < n, other=0.0).to(tl.float32) + tl.load(offset + at, mask=at < n, other=-1e30)
+    log_p = tl.maximum(value - tl.load(normalisers + row), -1e30)
+    raised = log_p + tl.load(k + row).to(tl.float32)
+    e = tl.exp(-tl.abs(raised))
+    slope = spread * tl.where(raised >= 0, 1.0, e) / (1 + e) - (first + second + spread * tl.load(lifts + row)) * tl.exp(log_p)
+    slope += tl.where(at == tl.load(pair + 2 * row), first, 0.0) + tl.where(at == tl.load(pair + 2 * row + 1), second, 0.0)
+    tl.store(logits + at, slope.to(logits.dtype.element_ty), mask=at < n)
+
+
 def gather(table: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
     d = table.shape[1]
     out = torch.empty(*index.shape, d, dtype=dtype, device=table.device)
@@ -178,3 +236,22 @@ def choose_wide(logits: Tensor, offset: Tensor, target: Tensor, share: Tensor | 
         _choose_wide[(M,)](logits, offset, target, target if until is None else until, nll if share is None else share, nll,
                            logits.stride(0), n=n, BLOCK=block, STRETCH=until is not None, GRADIENT=share is not None, num_warps=8)
     return nll
+
+
+def survey(logits: Tensor, offset: Tensor, pair: Tensor, k: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    M, n = logits.shape
+    found = torch.empty(3, M, dtype=torch.float32, device=logits.device)
+    normaliser, lift = torch.empty_like(found[0]), torch.empty_like(found[0])
+    if M:
+        _survey[(M,)](logits, offset, pair.contiguous(), k, found, normaliser, lift, M, logits.stride(0), n=n, BLOCK=CHUNK // 2,
+                      num_warps=8)
+    return found, normaliser, lift
+
+
+def tilt(logits: Tensor, offset: Tensor, pair: Tensor, k: Tensor, normaliser: Tensor, lift: Tensor,
+         slope: tuple[Tensor, Tensor, Tensor]) -> None:
+    M, n = logits.shape
+    if M:
+        block = CHUNK // 2
+        _tilt[(M, triton.cdiv(n, block))](logits, offset, pair.contiguous(), k, normaliser, lift, *slope, logits.stride(0), n=n,
+                                          BLOCK=block, num_warps=8)
