@@ -4,10 +4,14 @@ Networks of 12 blocks with random weights (what they say does not change how muc
 not depend on the network) draw 64 x 512 tokens in 512, 128 and 32 steps, and one sequence by itself; all in one process. The
 rivals are at their best here; `gidd-dense` and `gidd-shipped` are what GIDD costs without deciding beforehand who may change.
 
-    seconds      of a whole batch. Measured over all steps where that takes less than --full seconds; otherwise over single
-                 steps spread over the way down, with large steps in between that are not counted (`timed_steps` says how many)
+    seconds      of a whole batch, all steps. The two slow ways of GIDD are timed over single steps spread over the way down,
+                 with large steps in between that are not counted (`timed_steps` says how many)
     network      milliseconds of a step within the network, `rest` is everything else; by the device's clock
     evaluations  of the network, per sequence
+    calls        of the network with a batch
+
+Before anything is timed the network has been asked about every number of sequences and of columns that can occur (cuDNN's
+attention makes a plan for each, which takes longer than the call), and a short run has been made.
 
 `--device cpu --tiny` tries the script itself.
 """
@@ -38,7 +42,7 @@ from tdlm.process import Overlapping
 from tdlm.process.flat import Hybrid
 from tdlm.recipes import recipe
 from tdlm.rng import Draws
-from tdlm.sample import draw, replay
+from tdlm.sample import draw, plan, replay
 from tdlm.sample.flat import generate_flat
 from tdlm.train.loop import tf32
 from tdlm.train.plan import complete_tree
@@ -61,6 +65,7 @@ CASES: dict[str, tuple[str, Any, Any]] = {
     "shared": ("tree, cascade, shared head, told the level", TreeMethod(), LEVEL),
     "ar": ("autoregressive (Llama style), keys and values kept", ar.Autoregressive(), Causal(blocks=12, width=768, heads=12)),
 }
+SLOW = ("gidd-dense", "gidd-shipped")
 WARM = 8
 """Steps of a first run, which are not counted."""
 
@@ -90,9 +95,9 @@ class Clock:
         """Every call of a network while a sampler runs."""
         plain = replay.Replay.hidden
 
-        def timed(network: replay.Replay, nodes: Tensor, *rest: Tensor | None) -> Tensor:
+        def timed(network: replay.Replay, nodes: Tensor, when: Tensor, *rest: Tensor | None) -> Tensor:
             start = self.now()
-            answer = plain(network, nodes, *rest)
+            answer = plain(network, nodes, when, *rest)
             self.calls.append((len(self.steps) - 1, len(nodes), start, self.now()))
             return answer
 
@@ -170,8 +175,6 @@ def run(name: str, model: Any, objective: Any, batch: int, steps: int, some: int
     """One way down of a batch."""
     device, causal = objective.tree.ancestor.device, objective.causal
     times, counted = grid(steps, some)
-    if causal:
-        counted = list(range(options.length))
     draws = Draws(1, 0, "benchmark", torch.arange(batch))
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -179,29 +182,46 @@ def run(name: str, model: Any, objective: Any, batch: int, steps: int, some: int
     before, clock = time.perf_counter(), Clock(device)
     with clock.listening():
         RUNNERS.get(name, sampler)(model, objective, (batch, options.length), times, draws, clock)
+        end = clock.now()
     wall = time.perf_counter() - before
-    spans = [clock.milliseconds(a, b) for a, b in itertools.pairwise(clock.steps)]
-    taken = set(counted)
-    inside = [call for call in clock.calls if call[0] in taken]
-    network, share = sum(clock.milliseconds(*call[2:]) for call in inside), steps / len(counted)
-    whole = sum(spans[number] for number in counted)
-    every, count = (1.0, options.length) if causal else (share, len(counted))
+    if len(counted) == steps:  # everything, whether or not the sequences go in step
+        inside, whole = clock.calls, clock.milliseconds(clock.steps[0], end)
+    else:
+        spans = [clock.milliseconds(a, b) for a, b in itertools.pairwise(clock.steps)]
+        inside, whole = [call for call in clock.calls if call[0] in set(counted)], sum(spans[number] for number in counted)
+    network, count = sum(clock.milliseconds(*call[2:]) for call in inside), options.length if causal else len(counted)
+    every = 1.0 if causal else steps / count
     seconds = every * whole / 1000
     return {"steps": count if causal else steps, "timed_steps": count, "seconds": seconds, "wall_seconds": wall,
             "tokens_per_second": batch * options.length / seconds, "milliseconds_per_step": whole / count,
             "network": None if causal else network / count, "rest": None if causal else (whole - network) / count,
             "evaluations": float(count) if causal else every * sum(call[1] for call in inside) / batch,
+            "calls": None if causal else round(every * len(inside)),
             "peak_gib": torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else None}
 
 
+@torch.no_grad()
+def warm(model: Any, batch: int, length: int, device: torch.device) -> None:
+    """The network is asked once about every shape that may occur."""
+    widths = [None, *(plan.FEW << power for power in range(length.bit_length()) if plan.FEW << power + 1 <= length)]
+    network = replay.Replay(model, batch)
+    with autocast(device, "bfloat16"), recordings(False):
+        for rows in sorted({replay.round_up(count, batch) for count in range(1, batch + 1)}):
+            nodes, time = torch.zeros(rows, length, dtype=torch.int64, device=device), torch.zeros(rows, device=device)
+            for width in widths:
+                columns = None if width is None else nodes[:, :width]
+                network.hidden(nodes, time.double(), nodes[:, 0], columns)
+
+
 def measure(name: str, model: Any, objective: Any, batch: int, steps: int, options: argparse.Namespace) -> dict[str, Any]:
-    """A short run to warm up and to see how long it takes, then the run that counts."""
+    """A short run to warm up, then the run that counts."""
     if objective.causal:
         short = argparse.Namespace(**{**vars(options), "length": min(WARM, options.length)})
         run(name, model, objective, batch, steps, None, short)
         return run(name, model, objective, batch, steps, None, options)
-    first = run(name, model, objective, batch, steps, min(WARM, steps // 2), options)
-    return run(name, model, objective, batch, steps, None if first["seconds"] <= options.full else options.some, options)
+    some = options.some if name in SLOW else None
+    run(name, model, objective, batch, WARM, None, options)
+    return run(name, model, objective, batch, steps, some, options)
 
 
 def line(name: str, batch: int, result: dict[str, Any]) -> str:
@@ -209,7 +229,7 @@ def line(name: str, batch: int, result: dict[str, Any]) -> str:
     memory = "" if result["peak_gib"] is None else f"  {result['peak_gib']:.1f} GiB"
     return (f"{name:14s} {batch:3d} x {result['steps']:4d} steps  {result['seconds']:8.2f} s  {result['tokens_per_second']:9.0f} "
             f"tokens/s  {result['milliseconds_per_step']:8.2f} ms a step{split}  {result['evaluations']:6.1f} evaluations"
-            f"  ({result['timed_steps']} timed){memory}")
+            f" in {result['calls'] or result['steps']} calls  ({result['timed_steps']} timed){memory}")
 
 
 def ratios(cases: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
@@ -222,11 +242,12 @@ def ratios(cases: dict[str, Any], options: argparse.Namespace) -> dict[str, floa
 def runs_of(name: str, options: argparse.Namespace) -> list[tuple[int, int, bool]]:
     """(batch, steps, with recordings) of a case."""
     many = [(options.batch, steps, True) for steps in options.steps]
-    if name in ("gidd-dense", "gidd-shipped"):
+    if name in SLOW:
         return many[:1]
     if name == "ar":
         return [many[0], (1, options.steps[0], True)]
-    return [*many, (1, options.steps[0], True), (1, options.steps[0], False)]
+    one = [(1, options.steps[0], True), (1, options.steps[0], False)]
+    return [*many, *(one if name in ("tied", "gidd") else one[:1])]
 
 
 def main() -> None:
@@ -237,9 +258,8 @@ def main() -> None:
     options.add_argument("--steps", type=int, nargs="+", default=[512, 128, 32])
     options.add_argument("--vocabulary", type=int, default=50_258)
     options.add_argument("--branching", type=int, default=512)
-    options.add_argument("--full", type=float, default=7.0, help="seconds up to which all steps are timed")
-    options.add_argument("--some", type=int, default=32, help="steps that are timed otherwise")
-    options.add_argument("--budget", type=float, default=80.0, help="seconds after which no further measurement begins")
+    options.add_argument("--some", type=int, default=32, help="steps that are timed of the slow ways of GIDD")
+    options.add_argument("--budget", type=float, default=110.0, help="seconds after which no further measurement begins")
     options.add_argument("--device", default="cuda")
     options.add_argument("--tiny", action="store_true", help="two narrow blocks, short texts: try the script")
     options.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "sampling.json")
@@ -252,7 +272,7 @@ def main() -> None:
         torch.set_num_threads(1)  # a trial: steady numbers beside other work
     results: dict[str, Any] = {
         "provenance": provenance(device, command="python -m benchmarks.sampling"), "cases": {}, "ratios": {},
-        **{key: getattr(chosen, key) for key in ("batch", "length", "vocabulary", "branching", "some", "full", "tiny")}}
+        **{key: getattr(chosen, key) for key in ("batch", "length", "vocabulary", "branching", "some", "tiny")}}
     trees = {False: complete_tree(chosen.vocabulary, chosen.branching), True: Tree.star(chosen.vocabulary)}
     before: tuple[Any, Any, Any] = (None, None, None)
     for name in chosen.cases:
@@ -261,6 +281,8 @@ def main() -> None:
         try:
             if before[0] != (method, backbone):
                 before = ((method, backbone), *build(method, backbone, trees[method.flat], device, chosen))
+                for batch in () if method.causal else (chosen.batch, 1):
+                    warm(before[1], batch, chosen.length, device)
             for batch, steps, recorded in runs_of(name, chosen):
                 if time.perf_counter() - began > chosen.budget:
                     case["cut"] = "the time that was given is over"

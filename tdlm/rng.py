@@ -81,7 +81,7 @@ def permuted(index: Tensor, size: int, *parts: int | str) -> Tensor:
 
 def sent(values: Tensor, device: torch.device) -> Tensor:
     """On `device`; from the processor to a GPU through page-locked memory, so that nobody waits."""
-    if device.type == "cuda" and not values.is_cuda:
+    if device.type == "cuda" and not values.is_cuda and values.numel():
         return values.pin_memory().to(device, non_blocking=True)
     return values.to(device)
 

@@ -30,6 +30,7 @@ FLOAT = torch.float64
 EVEN = [[0, 1, 2], [3, 4], [5, 6, 7]]
 PADDED = [0, [1, [2, 3]], [[[4]]], [5, 6, [7, 8]]]
 STAR = list(range(9))
+CHAINED = [[[0], [1], [2]], [[3], [4]]]
 
 
 def network(method: Any, tree: Tree, conditioning: Any, dtype: torch.dtype = FLOAT, device: str = "cpu") -> Assembly:
@@ -48,14 +49,14 @@ def rows(count: int) -> Draws:
     return Draws(3, 0, "fast", torch.arange(count))
 
 
-@pytest.mark.parametrize("nested", [EVEN, PADDED, STAR], ids=["even", "padded", "star"])
+@pytest.mark.parametrize("nested", [EVEN, PADDED, STAR, CHAINED], ids=["even", "padded", "star", "chained"])
 @pytest.mark.parametrize("process,conditioning", [(Cascade(), "level"), (Cascade(Cosine()), "time"), (Cascade(), "none"),
                                                   (Overlapping(), "none"), (Overlapping(), "time")])
 def test_the_tree_sampler_says_what_the_slow_one_says(nested, process, conditioning):
     tree = Tree.from_nested(nested)
     side = network(TreeMethod(process=process, head=Tied()), tree, conditioning)
     given = torch.full((3, 5), -1)
-    given[0, 1], given[1, :2], given[2, 4] = 3, 6, 0
+    given[0, 1], given[1, :2], given[2, 4] = 3, tree.size - 2, 0
     options: list[dict[str, Any]] = [{}, {"given": given}, {"times": [1.0, 0.7, 0.2, 0.0], "choice": Choice(0.8, top_p=0.9)}]
     for each in options:
         fast = side.objective.sample(side.model, (3, 5), steps=9, draws=rows(3), **each)
