@@ -7,7 +7,8 @@ many positions reach the head as in training. Attention alone: every implementat
 many tokens at three lengths.
 
 Milliseconds are the device's: before each call it is given something to wait with, so that what the processor prepares is
-not counted unless the call itself waits for the device (`host`: how long the processor takes). Memory is the peak above what
+not counted unless the call itself waits for the device (`host`: how long the processor takes; `waits`: operations of one call
+that wait, as far as torch notices them). Memory is the peak above what
 lies there before the step: the input table is not in it, and its gradient is told apart. Printed and written after every
 case; a case that fails says why, and one that would begin after `--seconds` is left out.
 
@@ -20,6 +21,7 @@ import functools
 import gc
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,8 +37,7 @@ from tdlm.files import write_json
 from tdlm.model.head import SharedHead, Tied, wider
 from tdlm.model.model import Model, autocast
 from tdlm.model.transformer import round_up
-from tdlm.objectives.mdlm import MdlmMethod
-from tdlm.objectives.tree import TreeMethod
+from tdlm.objectives import GiddMethod, HdlmMethod, MdlmMethod, SeddMethod, TreeMethod, TwoStepMethod
 from tdlm.process import Overlapping
 from tdlm.rng import Draws
 from tdlm.train.loop import tf32
@@ -78,7 +79,9 @@ class Wide:
 
 METHODS: dict[str, Any] = {
     "tied": TreeMethod(head=Tied()), "shared": TreeMethod(), "overlapping": TreeMethod(process=Overlapping(), head=Tied()),
-    "mdlm": MdlmMethod(), "mdlm-tied": MdlmMethod(head=Tied()), "mdlm-wide": MdlmMethod(head=Wide())}
+    "mdlm": MdlmMethod(), "mdlm-tied": MdlmMethod(head=Tied()), "mdlm-wide": MdlmMethod(head=Wide()),
+    "gidd": GiddMethod(), "gidd-masks": GiddMethod(p_uniform=0.0), "hdlm": HdlmMethod(), "hdlm-astray": HdlmMethod(xi=0.9),
+    "two-step": TwoStepMethod(), "sedd": SeddMethod(), "sedd-uniform": SeddMethod(graph="uniform")}
 VOCABULARIES = (50_258, 100_278, 200_020)
 """GPT-2, cl100k and o200k, with PAD."""
 
@@ -92,14 +95,15 @@ def cases(tiny: bool) -> Iterator[tuple[str, int, int]]:
     for k in (17, 64, 5) if tiny else (225, 1024, 37):
         for method in ("tied", "shared"):
             yield method, sizes[0], k
-    yield "overlapping", sizes[0], 32 if tiny else 512
+    for method in ("overlapping", "hdlm", "gidd", "two-step", "gidd-masks", "sedd", "hdlm-astray", "sedd-uniform"):
+        yield method, sizes[0], (32 if tiny else 512) if method in ("overlapping", "hdlm", "hdlm-astray", "two-step") else 0
     for size in sizes:
         yield "mdlm-wide", size, 0
 
 
 def timed(act: Callable[[], Any], count: int, device: torch.device) -> dict[str, Any]:
     """Milliseconds of `count` calls: the device's, and the processor's (which does not wait for it in between)."""
-    for _ in range(3):
+    for _ in range(6):  # the number of active positions varies, and with it which kernels and pieces of memory there must be
         act()
     if device.type != "cuda":
         times = [_seconds(act) for _ in range(count)]
@@ -141,6 +145,20 @@ def peak(act: Callable[[], Any], device: torch.device) -> float | None:
     return (torch.cuda.max_memory_allocated(device) - before) / MIB
 
 
+def waits(act: Callable[[], Any], device: torch.device) -> int | None:
+    """How many operations of a call make the processor wait for the device."""
+    if device.type != "cuda":
+        return None
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            act()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in said)
+
+
 @functools.cache
 def tree_of(size: int, k: int) -> Tree:
     return complete_tree(size, k) if k else Tree.star(size)
@@ -177,7 +195,7 @@ def prepare_head(name: str, size: int, k: int, options: argparse.Namespace,
 def measure_head(name: str, size: int, k: int, options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
     model, act = prepare_head(name, size, k, options, device)
     tree, table, leaf = tree_of(size, k), model.backbone.embedding.weight, model.backbone.leaf
-    found = timed(act, options.repeats, device)
+    found = {**timed(act, options.repeats, device), "waits": waits(act, device)}
     model.zero_grad(set_to_none=True)
     leaf.grad = None
     most = peak(act, device)
@@ -254,9 +272,11 @@ def growth(heads: dict[str, Any]) -> dict[str, Any]:
 
 def head_line(row: dict[str, Any]) -> str:
     memory, spans = row["memory"], row["milliseconds"]
-    return (f"V={row['vocabulary']:7,d} H={row['height']} {spans['median']:8.3f} ms ({spans['min']:.3f} .. {spans['max']:.3f})"
-            f"  host {row['host']['median']:6.2f} ms" + ("" if memory["peak"] is None else
-            f"  {memory['head']:8.1f} MiB + {memory['table_gradient']:.1f} of the table's gradient"))
+    line = (f"V={row['vocabulary']:7,d} H={row['height']} {spans['median']:8.3f} ms ({spans['min']:.3f} .. {spans['max']:.3f})"
+            f"  host {row['host']['median']:6.2f} ms")
+    line += f", waits {row['waits']} times" if row["waits"] else ""
+    return line if memory["peak"] is None else (
+        f"{line}  {memory['head']:8.1f} MiB + {memory['table_gradient']:.1f} of the table's gradient")
 
 
 def attention_line(row: dict[str, Any]) -> str:

@@ -13,7 +13,9 @@ import torch
 from tdlm.assemble import assemble
 from tdlm.config import RunConfig
 from tdlm.data.batches import Batch
+from tdlm.model.causal import Causal
 from tdlm.model.head import Shared, Tied, weighted_nll
+from tdlm.objectives import Autoregressive, AutoregressiveTree, GiddMethod, HdlmMethod, MdlmMethod, SeddMethod, TwoStepMethod
 from tdlm.recipes import recipe
 from tdlm.rng import Draws
 from tdlm.train.checkpoint import latest
@@ -109,21 +111,27 @@ def test_the_gpu_draws_the_cpus_noise() -> None:
         assert torch.equal(cpu.strata(tag), gpu.strata(tag).cpu())
 
 
-def compiled(**settings: Any) -> tuple[Trainer, Batch]:
-    """A small network with the tied head, compiled, and a batch for it."""
+def compiled(method: Any = None, **settings: Any) -> tuple[Trainer, Batch]:
+    """A small network with the tied head (or of another method), compiled, and a batch for it."""
     config = recipe("small")
-    config = replace(config, method=replace(config.method, head=Tied()),
-                     backbone=replace(config.backbone, blocks=4, conditioning="level"),
-                     train=replace(config.train, batch=32, warmup=1, **settings))
-    assembly = assemble(config, complete_tree(5_000, 80), pad_id=None, counts=torch.ones(5_000), device="cuda")
+    told = "level" if method is None else "none"
+    method = replace(config.method, head=Tied()) if method is None else method
+    backbone: Any = replace(config.backbone, blocks=4, conditioning=told)
+    backbone = Causal(blocks=4, width=768, heads=12) if method.causal else backbone
+    config = replace(config, method=method, backbone=backbone, train=replace(config.train, batch=32, warmup=1, **settings))
+    tree = Tree.star(5_000) if method.flat else complete_tree(5_000, 80)
+    assembly = assemble(config, tree, pad_id=None, counts=torch.ones(5_000), device="cuda")
     torch.compiler.reset()
     compile_backbone(assembly.model, torch.device("cuda"), True, config.train.memory, config.train.float8)
     tokens = torch.randint(0, 5_000, (32, 512), generator=torch.Generator().manual_seed(0)).pin_memory()
     return Trainer(assembly.model, assembly.objective, config.train, torch.device("cuda")), Batch(tokens, torch.arange(32))
 
 
-def test_a_step_never_waits_for_the_gpu() -> None:
-    trainer, batch = compiled()
+@pytest.mark.parametrize("method", [None, MdlmMethod(), MdlmMethod(head=Tied()), TwoStepMethod(), HdlmMethod(),
+                                    HdlmMethod(xi=0.9), GiddMethod(), GiddMethod(p_uniform=0.0), SeddMethod(),
+                                    SeddMethod(graph="uniform"), Autoregressive(), AutoregressiveTree()], ids=str)
+def test_a_step_never_waits_for_the_gpu(method: Any) -> None:
+    trainer, batch = compiled(method)
     for _ in range(5):
         trainer.update([batch])
     torch.cuda.set_sync_debug_mode("error")
