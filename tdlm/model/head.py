@@ -21,7 +21,7 @@ from torch.nn import functional as F
 
 from ..registry import register
 from ..tree.tree import Tree
-from .kernels.few import few_logits
+from .kernels.few import few_logits, narrowed
 from .kernels.grouped import Arrangement, Groups, grouped_nll
 from .kernels.linear_ce import linear_cross_entropy
 from .kernels.sorted_ce import limited_cross_entropy, sorted_cross_entropy
@@ -202,15 +202,17 @@ class TiedHead(_Head):
         if self.flat:
             return self._rooted(hidden)
         if self.groups is not None and hidden.is_cuda and not torch.is_grad_enabled():
-            return few_logits(hidden, parent, self._embedding[0].weight, self.bias, self.groups, self.branching)
+            return few_logits(hidden, parent, self._embedding[0].weight, self.bias, self.child_table, self.tokens)
         return self._gathered(hidden, parent) if self.branching <= FEW else self._by_parent(hidden, parent)
 
     def _rooted(self, hidden: Tensor) -> Tensor:
         """One parent: a plain product with the rows of its children, which mostly are the first rows as they stand."""
         kids, weight = self.child_table[0], self._embedding[0].weight
-        rows = weight[: self.tokens] if self.in_order else F.embedding(kids, weight)
-        logits = wider(hidden @ rows.to(hidden.dtype).T)
-        return logits if self.bias is None else logits + (self.bias[: self.tokens] if self.in_order else self.bias[kids])
+        if self.in_order:  # with the few rows behind them, which is less than taking the table apart
+            logits = wider(F.linear(hidden, narrowed(weight, hidden))[:, : self.tokens])
+            return logits if self.bias is None else logits + self.bias[: self.tokens]
+        logits = wider(hidden @ F.embedding(kids, weight).to(hidden.dtype).T)
+        return logits if self.bias is None else logits + self.bias[kids]
 
     def _gathered(self, hidden: Tensor, parent: Tensor) -> Tensor:
         """Every position its own few rows (a token stands for itself)."""

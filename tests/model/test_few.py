@@ -27,10 +27,10 @@ def test_it_says_what_the_head_says(tree, bias, monkeypatch):
     parent[:30] = tree.root
     hidden = torch.randn(90, 16, generator=generator, dtype=torch.float64)
     wanted = head.log_probs(hidden, parent)
-    for limit in (few.LIMIT, 50 * 16 * tree.branching):
+    for limit in (few.LIMIT, 50 * len(embedding.weight)):
         monkeypatch.setattr(few, "LIMIT", limit)
-        found = few.few_logits(hidden, parent, embedding.weight, head.bias, head.groups, tree.branching)
+        found = few.few_logits(hidden, parent, embedding.weight, head.bias, head.child_table, tree.size)
         assert torch.allclose(head.masked(found, parent).log_softmax(-1), wanted, rtol=1e-12, atol=1e-12)
-    narrow = few.few_logits(hidden.bfloat16(), parent, embedding.weight, head.bias, head.groups, tree.branching)
+    narrow = few.few_logits(hidden.bfloat16(), parent, embedding.weight, head.bias, head.child_table, tree.size)
     assert narrow.dtype == torch.float32
     assert (head.masked(narrow, parent).log_softmax(-1).exp() - wanted.exp()).abs().max() < 0.05

@@ -100,12 +100,13 @@ class Listening:
         return self.model.hidden(nodes, time, level)
 
 
-@pytest.mark.parametrize("process,conditioning", [(Cascade(), "level"), (Overlapping(), "time")])
+@pytest.mark.parametrize("method,conditioning", [(TreeMethod(head=Tied()), "level"), (TreeMethod(process=Overlapping()), "time"),
+                                                 (GiddMethod(p_uniform=0.2), "time")], ids=lambda each: str(each)[:12])
 @pytest.mark.parametrize("steps", [6, 200])
-def test_sequences_do_not_wait_for_one_another(process, conditioning, steps):
+def test_sequences_do_not_wait_for_one_another(method, conditioning, steps):
     """Batches are full until the first sequence has arrived, and there are no more calls than one sequence takes evaluations;
     the way down of a sequence, frame by frame, is the one that it goes alone."""
-    side = network(TreeMethod(process=process, head=Tied()), Tree.from_nested(EVEN), conditioning)
+    side = network(method, Tree.star(8) if method.flat else Tree.from_nested(EVEN), conditioning)
     given = torch.full((5, 6), -1)
     given[0, 2], given[3, 1:] = 4, 6
     model = Listening(side.model)

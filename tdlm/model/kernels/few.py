@@ -1,46 +1,33 @@
 """The tied head's logits at a few positions whose parents only the device knows: what a sampler asks for.
 
 In training the processor knows where every position stands and sorts positions by parent (`sorted_ce`). A sampler's parents
-were drawn a moment ago, on the device, and to look at them is to wait for it. But few positions move in a step: each of them
-gathers the rows of its own children, K x d numbers, which costs less than waiting. A bundle with one parent (the root) is a
-plain product.
+were drawn a moment ago, on the device, and to look at them is to wait for it. But few positions move in a step: they meet all
+nodes in one product, and each picks those of its own children. For M positions of a tree over 50,000 tokens that is a product
+M x 50,000 and little else, where gathering the children's rows would move K x d numbers for each position.
 """
 from __future__ import annotations
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-from . import rows
-from .grouped import Groups
+from torch.nn import functional as F
 
 LIMIT = 2**28
-"""Entries of the gathered rows; more positions are done in parts."""
+"""Entries of the product; more positions are done in parts."""
+
+
+def narrowed(weight: Tensor, hidden: Tensor) -> Tensor:
+    """A matrix in the dtype of the hidden states. Autocast sees to that itself, once for all calls."""
+    return weight if torch.is_autocast_enabled(hidden.device.type) else weight.to(hidden.dtype)
 
 
 def few_logits(hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], weight: Float[Tensor, "rows d"],
-               bias: Float[Tensor, "rows"] | None, groups: Groups, branching: int) -> Float[Tensor, "M K"]:
-    """h . E[child] + b[child], at least float32; anything at slots that the parent does not have."""
-    device = hidden.device.type
-    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-    states, rank = hidden.to(dtype), groups.rank[parent]
-    logits = torch.zeros(len(states), branching, device=states.device, dtype=torch.promote_types(dtype, torch.float32))
-    with torch.autocast(device, enabled=False):
-        for bundle in groups.bundles:
-            group = rank - bundle.first
-            inside = (group >= 0) & (group < len(bundle.table))
-            kids = bundle.table[group.clamp(0, len(bundle.table) - 1)][:, :branching]
-            if len(bundle.table) == 1:
-                products = states @ rows.gather(weight, bundle.table[0, :branching], dtype).T
-            else:
-                products = _gathered(states, kids, weight)
-            scores = products.to(logits.dtype) if bias is None else products + bias[kids].to(logits.dtype)
-            logits[:, : kids.shape[1]] = torch.where(inside[:, None], scores, logits[:, : kids.shape[1]])
-    return logits
-
-
-def _gathered(states: Float[Tensor, "M d"], kids: Int[Tensor, "M n"], weight: Float[Tensor, "rows d"]) -> Float[Tensor, "M n"]:
-    part = max(1, LIMIT // (kids.shape[1] * states.shape[1]))
-    pieces = [torch.bmm(rows.gather(weight, some, states.dtype), state[:, :, None])[:, :, 0]
-              for state, some in zip(states.split(part), kids.split(part))]
-    return torch.cat(pieces)
+               bias: Float[Tensor, "rows"] | None, children: Int[Tensor, "inner K"], tokens: int) -> Float[Tensor, "M K"]:
+    """h . E[child] + b[child], at least float32; anything at slots that the parent does not have. `children` of the inner nodes,
+    whose ids begin at `tokens`."""
+    kids = children[(parent - tokens).clamp(min=0)].clamp(min=0)
+    part = max(1, LIMIT // len(weight))
+    table = narrowed(weight, hidden)
+    products = torch.cat([F.linear(state, table).gather(1, some) for state, some in zip(hidden.split(part), kids.split(part))])
+    wide = products.to(torch.promote_types(products.dtype, torch.float32))
+    return wide if bias is None else wide + bias[kids].to(wide.dtype)
