@@ -10,9 +10,6 @@ are sorted behind the last group and cost nothing.
 """
 from __future__ import annotations
 
-import functools
-import importlib.util
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +19,7 @@ from torch.nn import functional as F
 
 from ...rng import sent
 from ...tree.tree import Tree
+from .rows import choose
 
 MOST_GROUPS = 1000
 """torch's grouped product takes fewer than 1,024 groups a call."""
@@ -122,25 +120,22 @@ def grouped_nll(hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], slot: In
         group = key - bundle.first
         inside = (group >= 0) & (group < len(bundle.table))
         group = group.clamp(0, len(bundle.table) - 1)
-        offset = torch.zeros(1, 1, device=hidden.device) if bias is None else bias[bundle.table]
-        score = _compiled() if product.is_cuda else _bundle_nll
-        nll = torch.where(inside, score(product, group, inside, slot, offset, bundle.real), nll)
+        offset = None if bias is None else bias[bundle.table]
+        if torch.is_grad_enabled():
+            costs = _bundle_nll(product, group, inside, slot, offset, bundle.real)
+        else:
+            costs = choose(product, offset, group, bundle.limit, slot.clamp(max=product.shape[1] - 1), None)
+        nll = torch.where(inside, costs, nll)
     return torch.zeros_like(nll).index_copy(0, order, nll)
 
 
-def _bundle_nll(product: Tensor, group: Tensor, inside: Tensor, slot: Tensor, offset: Tensor, real: Tensor) -> Tensor:
+def _bundle_nll(product: Tensor, group: Tensor, inside: Tensor, slot: Tensor, offset: Tensor | None, real: Tensor) -> Tensor:
     """The cross-entropy of the rows of one bundle; rows of others hold whatever memory held and are replaced first."""
     logits = product.to(torch.promote_types(product.dtype, torch.float32)).masked_fill(~inside[:, None], 0.0)
-    logits = logits + (offset if offset.shape[0] == 1 else offset[group])
+    logits = logits if offset is None else logits + offset[group]
     logits = logits.masked_fill(~real[group], -torch.inf)
     slot = torch.where(inside, slot, 0).clamp(max=logits.shape[1] - 1)
     return logits.logsumexp(-1) - logits.gather(1, slot[:, None])[:, 0]
-
-
-@functools.cache
-def _compiled() -> Callable[..., Tensor]:
-    """`_bundle_nll` in one pass, where a compiler for the GPU is at hand."""
-    return _bundle_nll if importlib.util.find_spec("triton") is None else torch.compile(_bundle_nll)
 
 
 class _Products(torch.autograd.Function):
