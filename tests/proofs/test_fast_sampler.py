@@ -344,8 +344,10 @@ def test_a_recording_that_fails_or_says_something_else_is_not_used(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("method,conditioning", [(TreeMethod(), "level"), (TreeMethod(process=Overlapping()), "none"),
                                                  (GiddMethod(), "time"), (MdlmMethod(), "none")], ids=lambda each: str(each)[:12])
-def test_on_a_gpu_nobody_waits_and_a_recording_says_the_same(method, conditioning, monkeypatch):
+@pytest.mark.parametrize("fused", [None, "fast"])
+def test_on_a_gpu_nobody_waits_and_a_recording_says_the_same(method, conditioning, fused, monkeypatch):
     side = network(method, Tree.star(8) if method.flat else Tree.from_nested(EVEN), conditioning, torch.float32, "cuda")
+    side.model.backbone.fused = fused
 
     def watched(done: int, total: int) -> None:
         torch.cuda.set_sync_debug_mode("error" if done < total else "default")
