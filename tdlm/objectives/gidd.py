@@ -47,7 +47,7 @@ from ..sample.flat import Correction, Posterior, generate_flat
 from ..tree.tree import Tree
 from .base import Estimator, Loss, Pad, Places, beside, by_row, choose_sampler, in_pad_mode
 from .jumps import Sheet, draw_noisy, roles, write
-from .wide import in_parts
+from .wide import in_parts, undivided
 
 WINDOW = 1e-4
 """Training uses times in [WINDOW, 1 - WINDOW]."""
@@ -161,8 +161,10 @@ class GiddObjective:
 
     def weighted_divergence(self, head: Any, hidden: Float[Tensor, "M d"],
                             sheet: Sheet) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
-        """(sum of share x divergence, divergence) where p_uniform > 0. A wide head makes its gradients with its logits."""
-        matrix = head.kept_by_nobody() if isinstance(head, SharedHead | TiedHead) else None
+        """(sum of share x divergence, divergence) where p_uniform > 0. A wide head makes its gradients with its logits, unless a
+        processor can keep them all: without a kernel of its own that is faster."""
+        keeps = not hidden.is_cuda and undivided(len(hidden), self.tree.size)
+        matrix = head.kept_by_nobody() if isinstance(head, SharedHead | TiedHead) and not keeps else None
         if matrix is None:
             divergence = torch.stack(self.divergences(head, hidden, sheet.token, sheet.seen, sheet.mix)).sum(0)
             return (divergence * sheet.share).sum(), divergence

@@ -14,10 +14,14 @@ from torch.utils.checkpoint import checkpoint
 LIMIT = 2**26
 
 
+def undivided(count: int, width: int) -> bool:
+    """Whether so many positions are few enough: nothing is computed twice."""
+    return count <= max(1, LIMIT // width)
+
+
 def in_parts(function: Callable[..., Tensor], width: int, *columns: Tensor) -> Tensor:
     """function(*columns), whose results per position are few but whose inside is `width` wide; columns share their length."""
-    rows = max(1, LIMIT // width)
-    if len(columns[0]) <= rows:
+    if undivided(len(columns[0]), width):
         return function(*columns)
-    parts = zip(*(column.split(rows) for column in columns))
+    parts = zip(*(column.split(max(1, LIMIT // width)) for column in columns))
     return torch.cat([checkpoint(function, *part, use_reentrant=False, preserve_rng_state=False) for part in parts])

@@ -26,7 +26,7 @@ def _triton() -> ModuleType | None:
 
 def fast(x: Tensor) -> ModuleType | None:
     """The GPU's kernels, where they can run."""
-    return _triton() if x.is_cuda else None
+    return _triton() if x.is_cuda and x.dtype != torch.float64 else None
 
 
 def gather(table: Float[Tensor, "rows d"], index: Int[Tensor, "*shape"], dtype: torch.dtype) -> Float[Tensor, "*shape d"]:
@@ -77,12 +77,17 @@ def choose_wide(logits: Float[Tensor, "M n"], offset: Float[Tensor, "n"], target
     if (kernels := fast(logits)) is not None:
         return kernels.choose_wide(logits, offset, target, share, until)
     value = logits.to(torch.promote_types(torch.float32, logits.dtype)) + offset
-    classes, low = torch.arange(value.shape[1], device=value.device), target[:, None]
-    inside = classes == low if until is None else (classes >= low) & (classes < until[:, None])
-    within = value.masked_fill(~inside, -torch.inf)
-    normaliser, aim = value.logsumexp(-1, keepdim=True), within.logsumexp(-1, keepdim=True)
+    normaliser, low = value.logsumexp(-1, keepdim=True), target[:, None]
+    if until is None:
+        aim = value.gather(1, low)
+    else:
+        classes = torch.arange(value.shape[1], device=value.device)
+        within = value.masked_fill((classes < low) | (classes >= until[:, None]), -torch.inf)
+        aim = within.logsumexp(-1, keepdim=True)
     if share is not None:
-        logits.copy_(((value - normaliser).exp() - (within - aim).exp()) * share[:, None].to(value.dtype))
+        slope = value.sub_(normaliser).exp_()
+        slope = slope.scatter_add_(1, low, torch.full_like(aim, -1)) if until is None else slope.sub_((within - aim).exp_())
+        logits.copy_(slope.mul_(share[:, None].to(slope.dtype)))
     return (normaliser - aim)[:, 0]
 
 
@@ -119,8 +124,9 @@ def tilt(logits: Float[Tensor, "M n"], offset: Float[Tensor, "n"], pair: Int[Ten
         return
     log_p = logits.to(normaliser.dtype) + offset - normaliser[:, None]
     first, second, spread = (values[:, None] for values in slope)
-    result = spread * (log_p + k.to(log_p.dtype)[:, None]).sigmoid() - (first + second + spread * lift[:, None]) * log_p.exp()
-    logits.copy_(result.scatter_add(1, pair[:, :1], first).scatter_add(1, pair[:, 1:], second))
+    result = (log_p + k.to(log_p.dtype)[:, None]).sigmoid_().mul_(spread)
+    result.sub_(log_p.exp_().mul_(first + second + spread * lift[:, None]))
+    logits.copy_(result.scatter_add_(1, pair[:, :1], first).scatter_add_(1, pair[:, 1:], second))
 
 
 class Embed(torch.autograd.Function):
