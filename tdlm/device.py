@@ -18,4 +18,6 @@ def choose_device(name: str | None) -> torch.device:
         raise ConfigError(f"device {name!r} was asked for, but torch finds no GPU; use --device cpu")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise ConfigError(f"device {name!r} was asked for, but there are {torch.cuda.device_count()} GPUs, counted from 0")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # kernels and graphs go to the current one
     return device

@@ -178,6 +178,7 @@ class Prefetch:
         self._ended = False
 
         def work() -> None:
+            threads = torch.get_num_threads()
             if prepare is not None:  # beside a GPU: pieces of work too small to be shared out, and all the processor has to do
                 torch.set_num_threads(1)
             try:
@@ -194,6 +195,8 @@ class Prefetch:
                 self._put(error)
             else:
                 self._put(None)
+            finally:
+                torch.set_num_threads(threads)  # threads that are started later would inherit it
 
         self._thread = threading.Thread(target=work, name="prefetch", daemon=True)
         self._thread.start()

@@ -72,10 +72,10 @@ def train(config: RunConfig, *, data: Path | str, tree: Path | str | None = None
                 chosen, command=command, data=os.path.relpath(data, out), **identity, **started,
                 parameters=count_parameters(assembly.model)))
         folder.keep_copies(out, tree_bytes, identity["tree_hash"], store.tokenizer.save)
+        compile_backbone(assembly.model, chosen, compile, config.train.memory, config.train.float8)
         sitting = Sitting(config, out, store, rows, assembly, chosen, progress, command)
         sitting.resume(old)
         if not sitting.complete:
-            compile_backbone(assembly.model, chosen, compile, config.train.memory, config.train.float8)
             sitting.go()
         return sitting.summary()
 

@@ -56,6 +56,7 @@ def clip_gradients(optimizer: torch.optim.Optimizer, limit: float | None) -> Ten
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"] if parameter.grad is not None]
     norm = torch.nn.utils.get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
     if limit is None:
+        optimizer.grad_scale = None  # type: ignore[attr-defined]
         return norm
     if optimizer.defaults["fused"]:
         optimizer.grad_scale = ((norm + 1e-6) / limit).clamp(min=1.0)  # type: ignore[attr-defined]

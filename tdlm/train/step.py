@@ -66,6 +66,7 @@ class Trainer:
     def update(self, batches: Iterable[Any]) -> None:
         """One update from the step's micro-batches; each row's noise depends on its number in the step alone."""
         step = self.done
+        self.optimizer.zero_grad(set_to_none=True)  # of an update that was broken off
         set_learning_rate(self.optimizer, learning_rate(step, self.config))
         finite = torch.ones((), dtype=torch.bool, device=self.device)
         for batch in batches:
@@ -183,6 +184,8 @@ def check_float8(model: Model, device: torch.device, wanted: bool | None) -> Non
     where = "use --set train.float8=false"
     if not hasattr(model.backbone, "fused") or wanted is False:
         raise ConfigError(f"train.float8 needs the DiT backbone with its fused blocks; {where}")
+    if model.backbone.width % 16:
+        raise ConfigError(f"train.float8 needs a backbone.width that is a multiple of 16, got {model.backbone.width}; {where}")
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < (8, 9):
         raise ConfigError(f"train.float8 needs a GPU that multiplies in eight bits (Ada, Hopper or newer); {where}")
 

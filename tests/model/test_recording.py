@@ -114,8 +114,10 @@ def test_a_pass_that_is_given_up_makes_room_for_the_next() -> None:
     recording = Rehearsed()
     model, plain = backbone("time", recording), backbone("time", None)
     for step in range(WARM + 1):
+        model.zero_grad(set_to_none=True)
         ask(model, 2, step).backward()
     assert recording.there is not None
+    model.zero_grad(set_to_none=True)
     lost = ask(model, 2, 50)
     assert recording.waiting() is not None
     del lost

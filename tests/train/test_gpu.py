@@ -40,6 +40,21 @@ def test_a_run_on_the_gpu_follows_the_cpu(config: RunConfig, world: dict[str, Pa
     assert latest(tmp_path / "cuda") is not None
 
 
+def test_a_run_on_the_gpu_replays(config: RunConfig, world: dict[str, Path], tmp_path: Path,
+                                  monkeypatch: pytest.MonkeyPatch) -> None:
+    """As its pace was measured."""
+    made: list[Trainer] = []
+    real = Trainer.__init__
+
+    def init(self: Trainer, *rest: Any) -> None:
+        real(self, *rest)
+        made.append(self)
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+    train(config, data=world["data"], tree=world["tree"], out=tmp_path, device="cuda", command="test", progress=Quiet())
+    assert made[0].model.backbone.recording.there is not None
+
+
 def test_a_gpu_run_continues_on_the_gpu(config: RunConfig, world: dict[str, Path], tmp_path: Path,
                                         monkeypatch: pytest.MonkeyPatch) -> None:
     real = Trainer.update

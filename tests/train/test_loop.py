@@ -269,3 +269,22 @@ def test_global_settings_are_given_back(config: RunConfig, world: dict[str, Path
     before, state = torch.get_float32_matmul_precision(), torch.random.get_rng_state()
     go(config, world, tmp_path / "run")
     assert torch.get_float32_matmul_precision() == before and torch.equal(state, torch.random.get_rng_state())
+
+
+def test_blocks_are_fused_before_the_trainer_looks(config: RunConfig, world: dict[str, Path], tmp_path: Path,
+                                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a run would be launched kernel by kernel while its pace was measured with recorded passes."""
+    seen, real = [], Trainer.__init__
+
+    def init(self: Trainer, model: Any, *rest: Any) -> None:
+        seen.append(model.backbone.fused)
+        real(self, model, *rest)
+
+    def compile_backbone(model: Any, *rest: Any) -> bool:
+        model.backbone.fused = "fast"
+        return True
+
+    monkeypatch.setattr(Trainer, "__init__", init)
+    monkeypatch.setattr("tdlm.train.loop.compile_backbone", compile_backbone)
+    go(config, world, tmp_path)
+    assert seen == ["fast"]

@@ -87,7 +87,7 @@ def _triton() -> ModuleType | None:
 
 def fast(x: Tensor) -> ModuleType | None:
     """The GPU's kernels, where they can run."""
-    return _triton() if x.is_cuda else None
+    return _triton() if x.is_cuda and x.dtype != torch.float64 else None
 
 
 def wide(x: Tensor) -> Tensor:
@@ -214,6 +214,6 @@ def _turned(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def outer(left: Float[Tensor, "N a"], right: Float[Tensor, "N b"]) -> Float[Tensor, "a b"]:
     """left^T right, the gradient of a matrix: narrow products are summed and kept wide where the device can."""
-    if left.is_cuda and left.dtype != torch.float32:
+    if left.is_cuda and left.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(left.T, right, out_dtype=torch.float32)
     return left.T @ right

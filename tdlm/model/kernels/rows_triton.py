@@ -194,7 +194,7 @@ def _tilt(logits, offset, pair, k, normalisers, lifts, slopes_first, slopes_seco
 
 
 def gather(table: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
-    d = table.shape[1]
+    d, index = table.shape[1], index.contiguous()
     out = torch.empty(*index.shape, d, dtype=dtype, device=table.device)
     if index.numel():
         _gather[(index.numel(),)](table, index, out, d, BLOCK=triton.next_power_of_2(d), num_warps=4)

@@ -33,6 +33,7 @@ class _Sorted(torch.autograd.Function):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         states, table = hidden.detach().to(dtype), weight.detach()
+        assert bounds[-1] == len(states), "positions without a group have no answer here"
         nll = torch.empty(len(states), device=states.device, dtype=torch.promote_types(dtype, torch.float32))
         matrices, slopes = [], []
         with torch.autocast(device, enabled=False):

@@ -15,6 +15,7 @@ one at the end. At site j a sweep adds the branch of site j - 1 and makes the in
 """
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from . import eight, passes
 from .passes import Modulation
@@ -84,12 +86,14 @@ class _Stack(torch.autograd.Function):
 
         context.run = context.recording = None
         context.kinds = (x.dtype, modulations.dtype, final.dtype, [weight.dtype for weight in flat])
-        kind = (x.shape, x.dtype, modulations.shape, *choices[2:], *(weight.data_ptr() for weight in flat))
+        kind = (x.shape, x.dtype, modulations.shape, *choices[2:], *(weight.data_ptr() for weight in (final, *flat)))
         with torch.autocast(x.device.type, enabled=False):
-            if keep and recording is not None and recording.ready(kind):
-                out, context.ticket = recording.forward(x.detach(), modulations.detach(), make)
-                context.recording = recording
-                return out
+            if keep and recording is not None and recording.ready(kind, flat):
+                replayed = recording.forward(x.detach(), modulations.detach(), make)
+                if replayed is not None:
+                    context.recording = recording
+                    out, context.ticket = replayed
+                    return out
             run = make(modulations.detach())
             out = run.forward(x.detach(), keep)
         context.run = run if keep else None
@@ -123,6 +127,18 @@ def _blocks(flat: Sequence[Tensor], dtype: torch.dtype, float8: bool) -> list[We
     return [Weights(*plain[i:i + per]) for i in range(0, len(plain), per)]
 
 
+@functools.cache
+def _steps() -> list[int]:
+    """How many steps optimizers have made since someone asked: a fused one changes weights without raising their version."""
+    count = [0]
+
+    def counted(*_: Any) -> None:
+        count[0] += 1
+
+    register_optimizer_step_post_hook(counted)
+    return count
+
+
 class Kept:
     """Narrow weights for as long as the weights do not change: a sampler asks a thousand times. Whoever learns forgets them,
     so they take no memory from training."""
@@ -137,7 +153,7 @@ class Kept:
     def __call__(self, flat: Sequence[Tensor], dtype: torch.dtype) -> list[Weights]:
         if any(weight.is_inference() for weight in flat):  # nobody counts their changes
             return _blocks(flat, dtype, False)
-        of = dtype, [(weight.data_ptr(), weight.shape, weight._version) for weight in flat]
+        of = dtype, _steps()[0], [(weight.data_ptr(), weight.shape, weight._version) for weight in flat]
         if of != self.of:
             self.clear()  # first: two copies at once would be one too many
             self.of, self.blocks = of, _blocks(flat, dtype, False)
