@@ -133,10 +133,10 @@ class Foreseen:
 
     def places(self, state: Int[Tensor, "B S"], uniform: Float[Tensor, "B S numbers"], later: float,
                earlier: float) -> Bool[Tensor, "B S"]:
-        return self.next(uniform, later, earlier)
+        return self.next(uniform, _step(self.process, later, earlier))
 
-    def next(self, uniform: Float[Tensor, "B S 2"], later: float, earlier: float) -> Bool[Tensor, "B S"]:
-        keep, to_mask, to_each, _, mask, each = _step(self.process, later, earlier)
+    def next(self, uniform: Float[Tensor, "B S 2"], step: Sequence[float]) -> Bool[Tensor, "B S"]:
+        keep, to_mask, to_each, _, mask, each = step
         go, fresh = uniform.unbind(2)
         going = (self.masked & (go * (to_mask + keep * mask) < to_mask)) | (self.token & (go * (to_each + keep * each) < to_each))
         to_mask_again = going & (fresh >= 1 - mask)
@@ -149,23 +149,27 @@ class Foreseen:
 class Changes:
     """The places that `Foreseen` names, as a plan wants them."""
 
-    def __init__(self, foreseen: Foreseen, free: Bool[Tensor, "B S"], draws: Draws):
-        self.foreseen, self.free, self.draws = foreseen, free, draws
+    def __init__(self, foreseen: Foreseen, free: Bool[Tensor, "B S"], steps: list[list[float]], draws: Draws):
+        self.foreseen, self.free, self.steps, self.draws = foreseen, free, steps, draws
 
     def under_way(self) -> Bool[Tensor, "B"]:
         return self.free.any(1)
 
     def falls(self, parts: Sequence[Segment]) -> Falls:
         uniform = self.draws.uniforms([f"token {part.step}" for part in parts], 2 * self.free.shape[1]).unflatten(2, (-1, 2))
-        places = [self.foreseen.next(numbers, part.later, part.earlier) for part, numbers in zip(parts, uniform)]
+        places = [self.foreseen.next(numbers, self.steps[part.step]) for part, numbers in zip(parts, uniform)]
         row, segment, column = torch.stack(places, 1).nonzero(as_tuple=True)
         return Falls(row, segment, torch.zeros_like(row), column, torch.ones_like(row, dtype=torch.bool),
                      uniform[segment, row, column])
 
 
-def _step(process: Hybrid, later: float, earlier: float) -> tuple[float, ...]:
-    s, t = torch.tensor([earlier, later], dtype=torch.float64)
-    return tuple(float(number) for number in (*process.between(s, t), *process.at(s)))
+def _step(process: Hybrid, later: float, earlier: float) -> list[float]:
+    return _steps(process, [later, earlier])[0].tolist()
+
+
+def _steps(process: Hybrid, grid: Sequence[float]) -> Float[Tensor, "steps 6"]:
+    times = torch.tensor(grid, dtype=torch.float64)
+    return torch.stack([*process.between(times[1:], times[:-1]), *process.at(times[1:])], 1)
 
 
 @dataclass(frozen=True)
@@ -210,9 +214,9 @@ def generate_flat(model: Network, rule: Rule, tree: Tree, shape: tuple[int, int]
 def _each_by_itself(walk: _Walk, rule: Posterior, foreseen: Foreseen, grid: Sequence[float], choice: Choice, film: Film,
                     told: Callable[[int], None]) -> None:
     """What may change is known beforehand: no sequence waits for another (`plan.py`)."""
-    steps = walk.sent(torch.tensor([_step(rule.process, *pair) for pair in zip(grid, grid[1:])], dtype=torch.float64))
-    parts, state = segments(Cascade(), grid, 1), walk.state.view(-1)
-    for turn in Rounds(Changes(foreseen, walk.free, walk.draws), parts, (len(walk.state), walk.state.shape[1]), walk.device):
+    table, state = _steps(rule.process, grid), walk.state.view(-1)
+    steps, source = walk.sent(table), Changes(foreseen, walk.free, table.tolist(), walk.draws)
+    for turn in Rounds(source, segments(Cascade(), grid, 1), (len(walk.state), walk.state.shape[1]), walk.device):
         film.begins(turn.first)
         nodes = walk.state if len(turn.rows) == len(walk.state) else walk.state[turn.asked]
         hidden = walk.network.hidden(nodes, turn.time, None, turn.columns).flatten(0, 1)
