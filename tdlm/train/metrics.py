@@ -37,9 +37,9 @@ def peak_flops(device: str) -> float | None:
 
 
 def memory(device: torch.device) -> int:
-    """Peak bytes: what torch held on the accelerator, or the process's resident memory."""
+    """Peak bytes: what torch took from the accelerator (as predicted by `memory.py`), or the process's resident memory."""
     if device.type == "cuda":
-        return int(torch.cuda.max_memory_allocated(device))
+        return int(torch.cuda.max_memory_reserved(device))
     import resource  # not on every platform
 
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
