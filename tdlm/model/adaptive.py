@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float, Int
@@ -25,11 +26,23 @@ from torch.nn import functional as F
 
 from ..errors import ConfigError
 from ..registry import register
+from ..rng import sent
 from ..tree.tree import Tree
 from .head import wider
+from .kernels.rows import take
 
 SHARES = (0.04, 0.2)
 """Where the vocabulary is cut when nothing is said: 2,010 and 10,052 of GPT-2's 50,258 tokens."""
+
+
+class Clusters(NamedTuple):
+    """Which positions each cluster has, as the processor knows it; their order is any."""
+
+    order: Int[Tensor, "M"]
+    members: list[Tensor]
+
+    def to(self, device: torch.device) -> Clusters:
+        return self._replace(members=[sent(positions, device) for positions in self.members])
 
 
 class AdaptiveHead(nn.Module):
@@ -50,19 +63,41 @@ class AdaptiveHead(nn.Module):
             nn.init.zeros_(tail.get_submodule("1").weight)  # pyright: ignore[reportArgumentType]
         order = torch.arange(size) if frequency is None else torch.argsort(frequency.cpu(), descending=True, stable=True)
         self.register_buffer("rank", torch.argsort(order))
+        self._known = (-1, self.rank)
+        """The ranks where the processor has them, and which version of them."""
         self.register_buffer("edges", torch.tensor(cutoffs), persistent=False)
 
     def nll(self, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"], slot: Int[Tensor, "M"]) -> Float[Tensor, "M"]:
+        return self._nll(hidden, slot, self._members(self.rank[slot], self.edges))
+
+    def _members(self, rank: Int[Tensor, "M"], edges: Tensor) -> list[Tensor]:
+        """The positions of each cluster."""
+        cluster = torch.bucketize(rank, edges, right=True)  # 0 is the short list
+        return [(cluster == number).nonzero()[:, 0] for number in range(1, len(self.cutoffs) + 1)]
+
+    def _nll(self, hidden: Tensor, slot: Tensor, members: list[Tensor]) -> Tensor:
         rank = self.rank[slot]
-        cluster = torch.bucketize(rank, self.edges, right=True)  # 0 is the short list
+        cluster = torch.bucketize(rank, self.edges, right=True)
         entry = torch.where(cluster == 0, rank, self.cutoffs[0] + cluster - 1)
         nll = F.cross_entropy(wider(self.output(hidden)), entry, reduction="none")
-        for number, tail in enumerate(self.tails):
-            chosen = (cluster == number + 1).nonzero()[:, 0]
-            logits = wider(tail(hidden[chosen]))
+        for number, (tail, chosen) in enumerate(zip(self.tails, members)):
+            logits = wider(tail(take(hidden, chosen)))
             within = F.cross_entropy(logits, rank[chosen] - self.cutoffs[number], reduction="none")
             nll = nll.index_add(0, chosen, within)
         return nll
+
+    def arrange(self, parent: Int[Tensor, "M"], slot: Int[Tensor, "M"]) -> Clusters:
+        version, rank = self._known
+        if version != self.rank._version:  # a checkpoint was opened
+            rank = self.rank.cpu()
+            self._known = (self.rank._version, rank)
+        return Clusters(torch.arange(len(slot)), self._members(rank[slot], torch.tensor(self.cutoffs)))
+
+    def sorted(self, hidden: Float[Tensor, "M d"], slot: Int[Tensor, "M"], share: Float[Tensor, "M"],
+               order: Clusters) -> tuple[Float[Tensor, ""], Float[Tensor, "M"]]:
+        """(sum of share x nll, nll), and nothing waits for the device."""
+        nll = self._nll(hidden, slot, order.members)
+        return (nll * share.to(nll.dtype)).sum(), nll.detach()
 
     def log_probs(self, hidden: Float[Tensor, "M d"], parent: Int[Tensor, "M"]) -> Float[Tensor, "M K"]:
         short = self.cutoffs[0]

@@ -12,7 +12,7 @@ import torch
 
 from tdlm.assemble import Assembly, assemble
 from tdlm.config import BackboneConfig, DataConfig
-from tdlm.model import Causal, Dense, Shared, Tied
+from tdlm.model import Adaptive, Causal, Dense, Shared, Tied
 from tdlm.objectives import (
     Autoregressive,
     AutoregressiveTree,
@@ -47,10 +47,11 @@ CASES: dict[str, tuple[Any, Tree]] = {
     "gidd, masks, tied": (GiddMethod(p_uniform=0.0, head=Tied()), STAR),
     "sedd, absorb": (SeddMethod(), STAR), "sedd, uniform": (SeddMethod(graph="uniform"), STAR),
     "ar": (Autoregressive(), STAR), "ar, tied": (Autoregressive(head=Tied()), STAR),
+    "ar, adaptive": (Autoregressive(head=Adaptive(cutoffs=(3, 6))), STAR),
     "ar-tree": (AutoregressiveTree(), DEEP), "ar-tree, shared": (AutoregressiveTree(head=Shared()), DEEP),
 }
 SORTED = {"tree, tied", "mdlm, tied", "two-step", "two-step, deep", "two-step, star", "hdlm", "hdlm, ragged", "hdlm, tied rows",
-          "hdlm, tied", "hdlm, faithful", "gidd, masks, tied", "ar, tied", "ar-tree"}
+          "hdlm, tied", "hdlm, faithful", "gidd, masks, tied", "ar, tied", "ar, adaptive", "ar-tree"}
 """Those whose heads want an order."""
 ROWS, LENGTH = 6, 5
 WAITS = {"aten::nonzero", "aten::_local_scalar_dense", "aten::item", "aten::masked_select", "aten::unique_consecutive",

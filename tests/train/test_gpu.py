@@ -13,6 +13,7 @@ import torch
 from tdlm.assemble import assemble
 from tdlm.config import RunConfig
 from tdlm.data.batches import Batch
+from tdlm.model.adaptive import Adaptive
 from tdlm.model.causal import Causal
 from tdlm.model.head import Shared, Tied, weighted_nll
 from tdlm.objectives import Autoregressive, AutoregressiveTree, GiddMethod, HdlmMethod, MdlmMethod, SeddMethod, TwoStepMethod
@@ -145,7 +146,8 @@ def compiled(method: Any = None, **settings: Any) -> tuple[Trainer, Batch]:
 
 @pytest.mark.parametrize("method", [None, MdlmMethod(), MdlmMethod(head=Tied()), TwoStepMethod(), HdlmMethod(),
                                     HdlmMethod(xi=0.9), GiddMethod(), GiddMethod(p_uniform=0.0), SeddMethod(),
-                                    SeddMethod(graph="uniform"), Autoregressive(), AutoregressiveTree()], ids=str)
+                                    SeddMethod(graph="uniform"), Autoregressive(), Autoregressive(head=Adaptive()),
+                                    AutoregressiveTree()], ids=str)
 def test_a_step_never_waits_for_the_gpu(method: Any) -> None:
     trainer, batch = compiled(method)
     for _ in range(5):
