@@ -320,7 +320,7 @@ def test_the_list_says_what_it_takes(capsys: pytest.CaptureFixture[str]) -> None
         found = predict(study(name), "toy")
         assert found["about"] and found["count"] == len(study(name).runs("toy"))
     equal = predict(study("equal-cost"), "budget")
-    assert equal["minutes"] == 8 * 25 + 2 * 42 and equal["trials"] == 42 and equal["hours"]["H200"] == pytest.approx(284 / 60)
+    assert equal["minutes"] == 8 * 26 + 2 * 42 and equal["trials"] == 42 and equal["hours"]["H200"] == pytest.approx(292 / 60)
     small = predict(study("rivals"), "full")["runs"]["small"]
     assert small["tokens"]["H200"] == 131_072_000_000
     assert small["hours"]["H200"] == pytest.approx(131_072_000_000 * small["flops_per_token"] / (0.4 * 989e12) / 3600)
