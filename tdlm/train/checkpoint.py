@@ -91,11 +91,13 @@ def save(run: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], stat
 
 def write(folder: Path, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]) -> None:
     """The files of a checkpoint; the manifest answers for everything that lies in the folder by then."""
+    own = folder / "state.json"
+    write_text(own, json.dumps({"step": step, **state}) + "\n")  # no write_json: a sum may be infinite and stays so
     for name, part in tensors.items():
         path = folder / f"{name}.safetensors"
         save_file({key: value.detach().contiguous() for key, value in part.items()}, path)
+        shutil.copymode(own, path)  # the library lets nobody else read
         sync(path)
-    write_text(folder / "state.json", json.dumps({"step": step, **state}) + "\n")  # our own: a sum may be infinite and stays so
     files = {path.name: {"bytes": path.stat().st_size, "hash": file_hash(path)} for path in sorted(folder.iterdir())}
     write_json(folder / MANIFEST, {"format": FORMAT, "step": step, "files": files})
     sync(folder)

@@ -35,6 +35,7 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     assert torch.equal(found.tensors("model")["weight"], torch.full((3, 2), 7.0))
     assert found.tensors("optimizer")["step.weight"].shape == ()
     assert not any(file.suffix in (".pt", ".pkl", ".bin") for file in path.iterdir())
+    assert len({file.stat().st_mode for file in path.iterdir()}) == 1, "who may read the numbers may read the weights"
 
 
 def test_sums_that_are_not_finite_come_back(tmp_path: Path) -> None:
