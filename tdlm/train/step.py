@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..config import TrainConfig
 from ..errors import ConfigError, RunError
+from ..model.kernels.passes import usable
 from ..model.kernels.recording import Recording
 from ..model.model import Model, autocast
 from ..objectives.base import Loss, Objective
@@ -167,7 +168,7 @@ def compile_backbone(model: Model, device: torch.device, wanted: bool | None, me
     if float8:
         check_float8(model, device, wanted)
     if wanted is None:
-        wanted = gpu and (available or _triton)()
+        wanted = gpu and (available or usable)()
     if not wanted:
         if memory != "fast":
             raise ConfigError(f"train.memory={memory} is a choice of the compiler's, and this run is not compiled: use "
@@ -201,8 +202,3 @@ def _keeping(memory: str) -> Callable[..., Any]:
 
     return compiler
 
-
-def _triton() -> bool:
-    import importlib.util
-
-    return importlib.util.find_spec("triton") is not None

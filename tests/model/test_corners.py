@@ -2,6 +2,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from tdlm.data.batches import Batch, Prefetch
-from tdlm.model.kernels import rows
+from tdlm.model.kernels import passes, rows
 from tdlm.model.kernels.recording import WARM, Recording
 from tdlm.train.optimizer import clip_gradients
 from tests.model.test_recording import Rehearsed, ask, backbone, gradients
@@ -117,3 +118,24 @@ def test_threads_of_later_threads() -> None:
     thread.start()
     thread.join()
     assert counts == [2]
+
+
+@pytest.mark.parametrize("fault", ["no compiler", None])
+def test_triton_that_makes_no_kernels_is_done_without(fault: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Installed is not usable: a machine without a C compiler, a GPU too old."""
+    from types import SimpleNamespace
+
+    def bend(x: Tensor) -> Tensor:
+        if fault is not None:
+            raise RuntimeError(fault)
+        return x
+
+    monkeypatch.setattr(passes.importlib.util, "find_spec", lambda name: object())
+    monkeypatch.setitem(sys.modules, "tdlm.model.kernels.passes_triton", SimpleNamespace(bend=bend))  # type: ignore[arg-type]
+    monkeypatch.setattr("tdlm.model.kernels.passes_triton", sys.modules["tdlm.model.kernels.passes_triton"], raising=False)
+    monkeypatch.setattr(passes.torch, "zeros", lambda *of, device: None)
+    if fault is None:
+        assert passes.usable.__wrapped__()
+    else:
+        with pytest.warns(UserWarning, match="no kernels here.*no compiler"):
+            assert not passes.usable.__wrapped__()

@@ -22,6 +22,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 import math
+import warnings
 from types import ModuleType
 from typing import NamedTuple
 
@@ -77,8 +78,24 @@ class Modulation(NamedTuple):
 
 
 @functools.cache
-def _triton() -> ModuleType | None:
+def usable() -> bool:
+    """Whether kernels can be made here: Triton also needs a C compiler and a GPU that it knows."""
     if importlib.util.find_spec("triton") is None:
+        return False
+    try:
+        from . import passes_triton
+
+        passes_triton.bend(torch.zeros(16, device="cuda"))
+    except Exception as error:  # whatever a compiler says
+        warnings.warn(f"Triton makes no kernels here, everything is computed step by step: {str(error).splitlines()[:1]}",
+                      stacklevel=2)
+        return False
+    return True
+
+
+@functools.cache
+def _triton() -> ModuleType | None:
+    if not usable():
         return None
     from . import passes_triton
 

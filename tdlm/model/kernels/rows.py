@@ -5,7 +5,6 @@ On a GPU `rows_triton` does the same in one kernel each; these are their slow tw
 from __future__ import annotations
 
 import functools
-import importlib.util
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -14,10 +13,12 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.nn import functional
 
+from .passes import usable
+
 
 @functools.cache
 def _triton() -> ModuleType | None:
-    if importlib.util.find_spec("triton") is None:
+    if not usable():
         return None
     from . import rows_triton
 
