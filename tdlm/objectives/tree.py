@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -35,7 +35,7 @@ from ..rng import Draws, sent
 from ..sample import Sampled, confidence, first_hitting, generate
 from ..sample.walk import Alone, Reader, from_units, in_units
 from ..tree.tree import Tree
-from .base import Estimator, Loss, Pad, by_row, choose_sampler, in_pad_mode, is_pad, ordered
+from .base import Estimator, Loss, Pad, by_row, choose_sampler, delivered, in_pad_mode, is_pad, ordered
 
 
 def level_weights(kind: str, gamma: float, height: int) -> Float[Tensor, "H"]:
@@ -88,8 +88,7 @@ class Terms:
     train: Float[Tensor, ""]
 
 
-@dataclass(frozen=True)
-class Sheet:
+class Sheet(NamedTuple):
     """What the network is shown and asked, in the order its head wants, and with which weights."""
 
     moment: Moment
@@ -103,14 +102,10 @@ class Sheet:
     share: Float[Tensor, "M"]
     unseen: Bool[Tensor, "M"] | None
     """Terms that are left out."""
+    tokens: Int[Tensor, "B"]
+    """Real tokens."""
     order: Any
     """The head's own (`head.arranged`), or None."""
-
-
-@dataclass(frozen=True)
-class Prepared:
-    sheet: Sheet
-    tokens: Int[Tensor, "B"]
 
 
 SAMPLERS: dict[str, Callable[..., Sampled]] = {"ancestral": generate, "first-hitting": first_hitting,
@@ -164,16 +159,13 @@ class TreeObjective:
         terms = self.terms(model, tokens, heights, moment, device)
         return self.total(terms, sent(moment.weight, device), (~is_pad(tokens, self.pad_id)).sum(1))
 
-    def prepare(self, head: Any, tokens: Int[Tensor, "B S"], draws: Draws) -> Prepared:
+    def prepare(self, head: Any, tokens: Int[Tensor, "B S"], draws: Draws) -> Sheet:
         """Everything of `loss` that does not depend on the network, on draws.device: where tokens and noise are the processor's
         and the network a GPU's, it is made while the GPU is busy with steps before."""
-        heights, moment = self.draw(tokens, draws)
-        sheet = self.sheet(head, tokens, heights, moment, draws.device)
-        return Prepared(sheet, (~is_pad(tokens, self.pad_id)).sum(1))
+        return self.sheet(head, tokens, *self.draw(tokens, draws), draws.device)
 
-    def complete(self, model: Network, prepared: Prepared) -> Loss:
-        sheet = prepared.sheet
-        return self.total(self.ask(model, sheet), sheet.moment.weight, prepared.tokens)
+    def complete(self, model: Network, sheet: Sheet) -> Loss:
+        return self.total(self.ask(model, sheet), sheet.moment.weight, sheet.tokens)
 
     def total(self, terms: Terms, weight: Float[Tensor, "B H"], tokens: Int[Tensor, "B"]) -> Loss:
         """Terms weighted and added up."""
@@ -194,12 +186,11 @@ class TreeObjective:
         order = ordered(head, nodes.flatten()[place], slot, device)
         if order is not None:
             place, level, slot = place[order.order], level[order.order], slot[order.order]
-            order = order.to(device)
         row = place // tokens.shape[1]
         share = moment.train_weight[row, level] * sent(self.level_weights, level.device)[level] / tokens.numel()
-        unseen = sent(is_pad(tokens, self.pad_id).flatten()[place], device) if self.pad == "drop" else None
-        return Sheet(moment.to(device), sent(nodes, device), sent(place, device), sent(nodes.flatten()[place], device),
-                     sent(row, device), sent(level, device), sent(slot, device), sent(share, device), unseen, order)
+        pad = is_pad(tokens, self.pad_id)
+        return delivered(Sheet(moment, nodes, place, nodes.flatten()[place], row, level, slot, share,
+                               pad.flatten()[place] if self.pad == "drop" else None, (~pad).sum(1), order), device)
 
     def questions(self, tokens: Int[Tensor, "B S"], heights: Int[Tensor, "B S"],
                   place: Int[Tensor, "M"]) -> tuple[Int[Tensor, "M"], Int[Tensor, "M"]]:
